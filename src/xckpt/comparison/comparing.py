@@ -47,8 +47,7 @@ from xckpt.scan.entries import (
 from xckpt.scan.scanning import gather
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics import OF_CODES
-from xckpt.statistics.clipping import clipping, gain_of
-from xckpt.statistics.codes import use_of_codes
+from xckpt.statistics.codes import clipping, gain_of, use_of_codes
 from xckpt.statistics.tables import STATUSES, TIED
 from xckpt.storage.limits import require_memory
 

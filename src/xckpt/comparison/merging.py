@@ -8,7 +8,7 @@ import numpy as np
 
 from xckpt.comparison.measures import MEASURES, PAIR_SUMS, measures_of
 from xckpt.statistics import STATUSES, tensor_names
-from xckpt.statistics.clipping import MERGES as MERGES_OF_CODES
+from xckpt.statistics.codes import MERGES as MERGES_OF_CODES
 from xckpt.statistics.grouping import Merged, by
 from xckpt.statistics.tables import tensor_rows
 

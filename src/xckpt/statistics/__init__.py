@@ -5,7 +5,7 @@ it turns an object into a Dataset of statistics. A pass makes a sketch of each t
 of bit patterns (`counts`) and moments (`moments`), from which `describe` computes the statistics.
 """
 
-from xckpt.statistics.clipping import OF_CODES
+from xckpt.statistics.codes import OF_CODES
 from xckpt.statistics.computing import QUANTILES, known_stats, stats
 from xckpt.statistics.definitions import statistic_names
 from xckpt.statistics.histograms import histogram

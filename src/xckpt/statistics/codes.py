@@ -1,4 +1,4 @@
-"""Use of the range of codes in quantised tensors: the share at its ends, the share never used.
+"""Statistics of quantised tensors: use of their codes, outliers cut off, scales at their limits.
 
 Codes are counted as they are stored, without scales. Elements of at most 8 bits are codes, too.
 Blocks of GGUF are included if their codes have 4 or 8 bits, in bytes of their own.
@@ -7,7 +7,8 @@ Blocks of GGUF are included if their codes have 4 or 8 bits, in bytes of their o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import nan
+from functools import partial
+from math import nan, prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -15,17 +16,21 @@ import numpy as np
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.keys import normalize
+from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.scaled import TURNED_NBYTES, CodebookArray, QuantizedArray
-from xckpt.arrays.streams import ArrayStream
+from xckpt.arrays.streams import ArrayStream, of_tensor
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, code_values
 from xckpt.scan.scanning import gather
 from xckpt.statistics.counts import Sketch
+from xckpt.statistics.describe import elements_of
+from xckpt.statistics.spectra import in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
+    from xckpt.statistics.group_sums import Groups
     from xckpt.typing import Array
 
 #: The statistics, of a tensor that has codes.
@@ -126,3 +131,176 @@ def _code_reader(reader: ElementStream, boxes: Boxes) -> ArrayStream:
     if reader.identity is not None:
         codes.identity = (reader.identity[0], "codes", *reader.identity[1:])
     return codes
+
+
+# --- beside an original ---------------------------------------------------------------------------
+
+
+#: The statistics, of a tensor that has codes: elements of the original beyond `OUTLYING`, the share
+#: of them that was cut off, scales, and the share of them at the limits of their type.
+OF_CLIPPING = ("outliers", "clipped", "scales", "scale_limits")
+#: All statistics of codes in a comparison.
+OF_CODES = (*USE_OF_CODES, *OF_CLIPPING, "gain_db")
+#: Magnitude beyond which elements are outliers, in root mean squares of the tensor.
+OUTLYING = 4.0
+
+# Codes of the blocks of GGUF that begin with the only scale, a float16.
+_BLOCK_CODES = {"q4_0": range(-8, 8), "q5_0": range(-16, 16), "q8_0": range(-127, 128)}
+# Classes of elements.
+_OUTLIER, _CLIPPED = 1, 2
+
+
+def clipping(
+    pairs: Sequence[tuple[ElementStream, ElementStream]],
+    sizes: Sequence[float],
+    progress: Progress,
+    *,
+    cache: bool,
+) -> Array:
+    """Return a row of `OF_CLIPPING` for each pair of an original and its quantised tensor."""
+    # `sizes` has the root mean square of each original, NaN if it is unknown.
+    rows = np.full((len(pairs), len(OF_CLIPPING)), np.nan)
+    classes = {
+        number: reader
+        for number, (pair, size) in enumerate(zip(pairs, sizes, strict=True))
+        if (reader := _class_reader(*pair, OUTLYING * size)) is not None
+    }
+
+    def count_classes(_: int, sketch: Sketch) -> tuple[float, float]:
+        codes, counts = sketch.counted()
+        outliers, clipped = (int(counts[codes >= code].sum()) for code in (_OUTLIER, _CLIPPED))
+        return outliers, clipped / outliers if outliers else np.nan
+
+    def count_scales(_: int, sketch: Sketch) -> tuple[float, float]:
+        float_format = sketch.kind.element.float_format
+        if float_format is None or not sketch.count:
+            return sketch.count, np.nan
+        low, high = float_format.smallest_normal, float_format.largest
+        scales = elements_of([sketch])
+        at_limit = scales.count_where(lambda x: (np.abs(x) < low) | (np.abs(x) >= high))
+        share = (at_limit + scales.nan + scales.inf) / sketch.count
+        return sketch.count, float(share[0])
+
+    class_readers = list(classes.values())
+    tables = gather(class_readers, Sketch, count_classes, progress, cache=cache, stretched=True)
+    for number, table in zip(classes, tables, strict=True):
+        rows[number, :2] = table
+    scales: dict[int, ElementStream] = {}
+    for number, (_, quantised) in enumerate(pairs):
+        lazy = quantised.array
+        if isinstance(lazy, QuantizedArray):
+            part_reader = lazy.readers["scales"]
+            shape = part_reader.part.shape or (prod(lazy.stored_grid),)
+            scales[number] = of_tensor(DenseArray(lazy.name, part_reader, shape), lazy.name)
+    scale_readers = list(scales.values())
+    tables = gather(scale_readers, Sketch, count_scales, progress, cache=cache, stretched=True)
+    for number, table in zip(scales, tables, strict=True):
+        rows[number, 2:] = table
+    return rows
+
+
+def _class_reader(
+    ours: ElementStream, theirs: ElementStream, threshold: float
+) -> ElementStream | None:
+    """Return a reader of the class of each element; None if the codes are not supported."""
+    lazy, kind = theirs.array, theirs.kind
+    if isinstance(lazy, BlockArray):
+        values: Any = list(_BLOCK_CODES.get(lazy.block_type, ()))
+    elif isinstance(lazy, QuantizedArray) and lazy.quantization.bits <= 8:
+        values = lazy.code_values
+    elif isinstance(lazy, DenseArray) and kind.exact and kind.bits <= 8:
+        values = kind.values[: 1 << kind.bits]
+    else:
+        return None
+    ends = np.unique(np.array(values, np.float64))
+    ends = ends[np.isfinite(ends)]
+    if np.isnan(threshold) or ours.complex or len(lazy.shape) < 2 or len(ends) < 2:
+        return None
+    read = partial(_classes, (ours.array, lazy), ends, threshold)
+    reader = ArrayStream(Boxes(read, lazy.shape), ours.nbytes + theirs.nbytes)
+    reader.name, reader.place, reader.whole_rows = theirs.name, theirs.place, True
+    # Arrays in memory are not sent to a cluster.
+    reader.local = not isinstance(ours.array, LazyArray)
+    if ours.identity is not None and theirs.identity is not None:
+        files = ours.identity[0] + theirs.identity[0]
+        reader.identity = (files, "clipping", threshold, ours.identity[1:], theirs.identity[1:])
+    return reader
+
+
+def _classes(
+    sides: tuple[Any, Any],
+    ends: Array,
+    threshold: float,
+    starts: tuple[int, ...],
+    stops: tuple[int, ...],
+) -> Array:
+    """Return the class of each element in a box."""
+    box = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
+    original, decoded = (in_memory(side[box]).astype(np.float64) for side in sides)
+    # Symmetric codes leave the lowest out: -128 where the largest is 127.
+    low = ends[1] if ends[1] == -ends[-1] else ends[0]
+    with np.errstate(all="ignore"):  # scales and elements are whatever the files have
+        scales, codes = _scales_and_codes(sides[1], decoded, starts, stops)
+        # Clipped: the code is at an end, and the original is farther out by more than half the
+        # distance to the next code.
+        error = (original - decoded) / scales
+        above = (codes == ends[-1]) & (error > (ends[-1] - ends[-2]) / 2)
+        below = (codes <= low) & (error < (ends[0] - ends[1]) / 2)
+        is_outlier = np.abs(original) > threshold
+    classes: Array = is_outlier.astype(np.uint8) + (is_outlier & (above | below))
+    return classes
+
+
+def _scales_and_codes(
+    lazy: Any, decoded: Array, starts: tuple[int, ...], stops: tuple[int, ...]
+) -> tuple[Any, Array]:
+    """Return the scale of each element in a box of whole rows, and the value of its code."""
+    if isinstance(lazy, QuantizedArray):
+        return lazy.scales(starts, stops), lazy.code_values[lazy.codes(starts, stops)]
+    if isinstance(lazy, DenseArray):
+        return 1.0, decoded
+    block = BLOCK_TYPES[lazy.block_type]
+    of_row = prod(lazy.shape[1:]) // block.size
+    heads = np.ascontiguousarray(lazy.stored_blocks[starts[0] * of_row : stops[0] * of_row, :2])
+    scales = heads.view("<f2").astype(np.float64).repeat(block.size).reshape(decoded.shape)
+    return scales, np.rint(decoded / scales)
+
+
+# --- groups --------------------------------------------------------------------------------------
+
+
+def gain_of(share: Array) -> Array:
+    """Return the decibels that one more bit adds to the sqnr, from a share of squared errors."""
+    # A bit halves the errors of these elements.
+    gain: Array = -10 / np.log(10) * np.log1p(-0.75 * share)
+    return gain
+
+
+def _merge_gains(groups: Groups) -> Array:
+    shares = -np.expm1(-groups["gain_db"] * np.log(10) / 10) / 0.75
+    return gain_of(groups.sum(np.nan_to_num(shares)).clip(0.0, 1.0))
+
+
+def _weighted(name: str, weight: str) -> Callable[[Groups], Array]:
+    """Return a function that merges shares of a number of things; NaN shares do not count."""
+
+    def merge(groups: Groups) -> Array:
+        weights = np.where(np.isnan(groups[name]), 0.0, groups[weight])
+        return groups.sum(np.nan_to_num(groups[name]) * weights) / groups.sum(weights)
+
+    return merge
+
+
+def _added(name: str) -> Callable[[Groups], Array]:
+    return lambda groups: groups.sum(np.nan_to_num(groups[name]))
+
+
+#: How the statistics of codes merge.
+MERGES: dict[str, Callable[[Groups], Array]] = {
+    "saturated": _weighted("saturated", "count"),
+    "outliers": _added("outliers"),
+    "clipped": _weighted("clipped", "outliers"),
+    "scales": _added("scales"),
+    "scale_limits": _weighted("scale_limits", "scales"),
+    "gain_db": _merge_gains,
+}

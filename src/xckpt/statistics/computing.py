@@ -28,7 +28,7 @@ from xckpt.statistics.definitions import (
     statistic_names,
 )
 from xckpt.statistics.describe import describe_all
-from xckpt.statistics.group_quantiles import cached_tensors
+from xckpt.statistics.grouping import cached_tensors
 from xckpt.statistics.refine import refine, targets_of
 from xckpt.statistics.rows import describe_rows
 
