@@ -41,7 +41,7 @@ _GAP = 1 << 20
 _DEFAULT_NBYTES = 256 << 20
 # How far the disk is ahead of the reader, and how much it is asked for at a time.
 _DISK_NBYTES = 64 << 20
-_PIECE_NBYTES = 32 << 20
+_PIECE_NBYTES = 16 << 20
 _PAGE_NBYTES = 4096
 
 
