@@ -12,6 +12,7 @@ zeros; ``"allow"`` rounds; ``"never"`` is exact, and raises if a format does not
 from __future__ import annotations
 
 import threading
+from copy import copy
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -97,8 +98,8 @@ class StoredBytes(ByteStream):
     def __init__(self, array: OnePartArray, *, is_verbatim: bool = False) -> None:
         part = array.reader.part
         super().__init__(array.name, part.nbytes if is_verbatim else array.part_nbytes)
-        self.array = array
-        self.reader: PartReader = array.reader
+        self.array = _passing(array)
+        self.reader: PartReader = self.array.reader
         self.is_verbatim = is_verbatim
         self.is_checked = self.reader.is_checked
         self.whole = is_verbatim or self.is_checked or part.encoding in STREAMS
@@ -126,7 +127,7 @@ class StoredBytes(ByteStream):
                 yield start, (np.frombuffer(block, np.uint8),)
                 start += len(block)
             return
-        self.reader.check(self.array.part_nbytes)
+        self.reader.read(0, 0, self.array.part_nbytes)  # checks its size
         if self.is_range:
             source, offset = self.reader.source, self.reader.part.offset + start
             for block in source.blocks_in(buffer.data, offset, stop - start):
@@ -251,6 +252,15 @@ def bytes_of(
     return Converted(array, dtype, cast, order, name, is_packed=is_packed)
 
 
+def _passing(array: OnePartArray) -> OnePartArray:
+    """Return an array whose digest is compared while all bytes pass, and not before as well."""
+    if not array.reader.verify:
+        return array
+    array = copy(array)
+    array.reader = replace(array.reader, verify=None)
+    return array
+
+
 def is_turned(array: Any, order: str) -> bool:
     """Return whether a tensor of a file has its elements in the other order."""
     is_stored = isinstance(array, DenseArray) and array.order != order
@@ -262,7 +272,8 @@ def _stored_elements(
 ) -> Iterator[tuple[int, Array]]:
     """Read elements in the order of the file, into the buffer."""
     count, dtype = prod(array.shape), array.dtype
-    flat = DenseArray(array.name, array.reader, (count,), decode=array.decode, strict=array.strict)
+    reader = _passing(array).reader
+    flat = DenseArray(array.name, reader, (count,), decode=array.decode, strict=array.strict)
     memory = buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
     for position in range(start, stop, len(memory)):
         values = memory[: stop - position]
