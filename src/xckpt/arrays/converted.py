@@ -24,7 +24,7 @@ from xckpt.arrays.dense import DenseArray, OnePartArray
 from xckpt.arrays.kinds import kind_named
 from xckpt.arrays.lazy import LazyArray, dense_values, flat_blocks
 from xckpt.arrays.parts import has_byte_each
-from xckpt.arrays.streams import ElementStream
+from xckpt.arrays.streams import ElementStream, raw_blocks
 from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.storage.encodings import STREAMS
@@ -274,6 +274,9 @@ def _stored_elements(
     count, dtype = prod(array.shape), array.dtype
     reader = _passing(array).reader
     flat = DenseArray(array.name, reader, (count,), decode=array.decode, strict=array.strict)
+    if array.is_raw and dtype == stored_dtype(reader.part.dtype):
+        yield from ((at, values) for at, (values,) in raw_blocks(flat, dtype, start, stop, buffer))
+        return
     memory = buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
     for position in range(start, stop, len(memory)):
         values = memory[: stop - position]
