@@ -81,7 +81,7 @@ def restored(ds: xr.Dataset) -> xr.Dataset:
 
 def narrow(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert back what was widened."""
-    from xckpt.writing.casting import convert
+    from xckpt.arrays.converted import convert
 
     return convert(values, dtype.name, "exact")
 

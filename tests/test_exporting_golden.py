@@ -12,7 +12,7 @@ import xarray as xr
 import xckpt
 from tests.conftest import golden_files
 from tests.exported import WRITERS, assert_same_values, restored, restored_attrs, same, written
-from xckpt.writing.casting import densified
+from xckpt.arrays.converted import densified
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,8 +22,8 @@ from xarray.tests.test_backends import DatasetIOBase
 
 from tests.writing.saved import ENGINES
 from xckpt import UnsupportedError, formats
+from xckpt.arrays.converted import element_type
 from xckpt.writing import save
-from xckpt.writing.casting import element_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

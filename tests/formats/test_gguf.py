@@ -284,7 +284,7 @@ class TestSaving:
     def test_big_endian_blocks_are_swapped(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("xckpt.writing.data.PIECE_NBYTES", 1000)  # which cuts blocks
+        monkeypatch.setattr("xckpt.writing.streaming.BLOCK_NBYTES", 1000)  # which cuts blocks
         file = block_file({"w": (name, (16, 512))})
         (tmp_path / "little.gguf").write_bytes(file)
         part = read_index(tmp_path / "little.gguf").tensors["w"].parts["data"]

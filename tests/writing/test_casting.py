@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
+from xckpt.arrays.converted import convert, element_type
 from xckpt.arrays.dense import elements
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.writing import save
-from xckpt.writing.casting import convert, element_type
 from xckpt.writing.fitting import choose_type
 
 # Of one byte or two: all their values can be tried.
@@ -157,7 +157,13 @@ def test_rounding_to_integers_never_wraps(values: np.ndarray, target: str) -> No
 def test_the_error_names_the_element_and_what_to_do() -> None:
     block = np.array([[1.0, 2.0], [3.5, 1.0000001]], "f4")
     with pytest.raises(UnsupportedError) as caught:
-        convert(block, "bfloat16", "exact", tensor="a\nb", origin=(10, 0))
+        convert(
+            block,
+            "bfloat16",
+            "exact",
+            tensor="a\nb",
+            position=lambda number: [10 + number // 2, number % 2],
+        )
     assert str(caught.value).startswith(r"tensor 'a\nb': element [11, 1] is 1.0000001")
     assert "cast='allow'" in str(caught.value)
     rounded = convert(block, "bfloat16", "allow")

@@ -26,7 +26,7 @@ from xckpt.formats.plan import WantedPart
 from xckpt.index import Part
 from xckpt.storage.sink import Sink
 from xckpt.writing import convert, save, verify
-from xckpt.writing.data import part_data
+from xckpt.writing.gathering import part_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -234,11 +234,11 @@ def test_an_odd_number_of_small_elements_is_not_rounded_up() -> None:
     packed = CountingSource(bytes([0x21, 0x43, 0x05]))
     reader = PartReader(packed, Part("float4_e2m1fn", (5,), 0, 3))
     array = DenseArray("w", reader, (5,), decode=False)
-    data = part_data(array, WantedPart("float16", (5,), 10), "C", "exact", "w")
-    blocks = b"".join(data.blocks())
-    assert np.frombuffer(blocks, "f2").tolist() == [0.5, 1, 1.5, 2, 3]
-    assert data.nbytes == len(blocks)
-    assert [(start, bytes(read())) for start, read in data.pieces() or ()] == [(0, blocks)]
+    data = part_bytes(array, WantedPart("float16", (5,), 10), "C", "exact", "w")
+    ((position, (block,)),) = data.blocks(0, data.size, np.empty(64, np.uint8))
+    assert position == 0
+    assert block.view("f2").tolist() == [0.5, 1, 1.5, 2, 3]
+    assert data.size == len(block)
 
 
 def test_a_conversion_reports_its_changes(model: Path, tmp_path: Path) -> None:

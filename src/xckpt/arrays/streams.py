@@ -245,14 +245,14 @@ class StoredStream(ElementStream):
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
         """Read a range of the elements; raw ones at once into the buffer."""
         if self.array.is_raw:
-            return _raw_blocks(self.array, self.block_dtype, start, stop, buffer)
+            return raw_blocks(self.array, self.block_dtype, start, stop, buffer)
         flat = self.array.flat(start, stop, buffer)
         if self.complex:
             return ((position, (magnitudes(values),)) for position, values in flat)
         return ((position, (values,)) for position, values in flat)
 
 
-def _raw_blocks(
+def raw_blocks(
     lazy: Any, dtype: np.dtype[Any], start: int, stop: int, buffer: Array
 ) -> Iterator[Block]:
     """Read raw elements into a buffer, as elements of a dtype."""
@@ -332,7 +332,7 @@ class Raw(ElementStream):
         """Yield blocks of bytes, each with its first position."""
         for array, first, low, high in self._shares(start, stop):
             if array.is_raw:
-                blocks = _raw_blocks(array, array.dtype, low, high, buffer)
+                blocks = raw_blocks(array, array.dtype, low, high, buffer)
                 yield from ((first + position, columns) for position, columns in blocks)
             else:
                 yield first + low, (array[low:high],)

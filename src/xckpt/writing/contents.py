@@ -22,27 +22,36 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from xckpt.arrays import LazyArray, ReadOptions, lazy_arrays
+from xckpt.arrays.converted import (
+    Converted,
+    StoredBytes,
+    as_bytes,
+    bytes_of,
+    convert,
+    is_sparse,
+    rows_of_chunks,
+    thread_buffer,
+)
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.sparse import SparseArray
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import UnsupportedError, locating
 from xckpt.storage import reading_ahead
-from xckpt.storage.encodings import STREAMS
-from xckpt.storage.limits import cpu_count, require_memory
-from xckpt.writing.casting import convert, densified, is_sparse, stored_elements
-from xckpt.writing.data import ArrayData, as_bytes, replacements
-from xckpt.writing.gathering import Unchanged
+from xckpt.storage.limits import cpu_count
+from xckpt.writing.gathering import Unchanged, replacements
+from xckpt.writing.sparse_parts import stored_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from xckpt.arrays.converted import ByteStream
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
     from xckpt.storage.prefetch import Range
@@ -60,10 +69,6 @@ __all__ = [
 
 KINDS = ("elements", "decoded", "nonzero")
 
-# Size of blocks that are hashed.
-_BLOCK_NBYTES = 8 << 20
-# Largest tensor in Fortran order that is read at once; larger ones are read by rows.
-_TURNED_NBYTES = 64 << 20
 # Largest dense tensor; a few bytes can claim any size.
 _LARGEST_NBYTES = 1 << 42
 # Number and size of small tensors that are hashed by one task.
@@ -108,16 +113,11 @@ class TensorContent:
     @property
     def is_plain(self) -> bool:
         """Whether the hashed bytes are the decompressed bytes of the part."""
-        array = self.array
-        if not isinstance(array, DenseArray) or self.kind != "elements":
-            return False
-        part = array.reader.part
-        return (
-            part.byteorder == "little"
-            and part.dtype == self.dtype != "bool"
-            and ELEMENT_TYPES[part.dtype].bits >= 8
-            and not _is_turned(array)
-        )
+        return self.kind == "elements" and isinstance(self.stream(self.dtype), StoredBytes)
+
+    def stream(self, dtype: str) -> ByteStream:
+        """Return the elements in a type and in C order, as bytes."""
+        return bytes_of(self.array, dtype, "exact", name=self.name)
 
     def ranges(self) -> Iterator[Range]:
         """Return the byte ranges that are read, if they are known before."""
@@ -175,19 +175,19 @@ def digest(
     result = TensorDigest(content.dtype, shape, content.kind, "")
     if like is not None and like.shape == shape and (shape or like.kind != "nonzero"):
         result = result._replace(dtype=like.dtype, kind=like.kind)
-    total = nbytes_of(result.dtype, prod(shape))
+    total = max(1, nbytes_of(result.dtype, prod(shape)))
     done = reported = 0
     hashers = [sha256(), sha256()]
-    pieces = _nonzero if result.kind == "nonzero" else _elements
+    blocks = _nonzero if result.kind == "nonzero" else _elements
     try:
         with locating(path=content.file or None, tensor=content.name):
-            for number, block in pieces(content, result.dtype):
+            for number, block in blocks(content, result.dtype):
                 check()
                 hashers[number].update(block)
                 done += len(block)
-                stored_nbytes = content.nbytes * min(done, total) // total if total else 0
-                advance(stored_nbytes - reported)
-                reported = stored_nbytes
+                passed = content.nbytes * min(done, total) // total
+                advance(passed - reported)
+                reported = passed
     except UnsupportedError:
         if result.dtype == content.dtype:
             raise
@@ -199,19 +199,15 @@ def digest(
     return result._replace(sha256=of_values)
 
 
-def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
-    if content.is_plain and dtype == content.dtype:
-        for _, block in content.array.stream(_BLOCK_NBYTES, compare=True):
-            yield 0, as_bytes(block)
-        return
-    if isinstance(content.array, LazyArray):
-        content.array.require_expansion()
-    for origin, block in _blocks(content):
-        values = densified(block)
-        yield 0, as_bytes(convert(values, dtype, "exact", tensor=content.name, origin=origin))
+def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, Any]]:
+    stream = content.stream(dtype)
+    if stream.size > _LARGEST_NBYTES and not isinstance(content.array, DenseArray):
+        raise UnsupportedError(f"{stream.size} bytes are more than can be read one by one")
+    for _, (block,) in stream.blocks(0, stream.size, thread_buffer()):
+        yield 0, block
 
 
-def _nonzero(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
+def _nonzero(content: TensorContent, dtype: str) -> Iterator[tuple[int, Any]]:
     """Yield the values that are not zero (number 0), and their coordinates (number 1)."""
     shape = content.array.shape
     for coords, stored in _stored_elements(content) if 0 not in shape else ():
@@ -227,47 +223,17 @@ def _stored_elements(content: TensorContent) -> Iterator[tuple[Sequence[Any], An
     array = content.array
     if isinstance(array, SparseArray):
         yield from ((block.coords, block.values) for block in array.blocks())
-        return
-    for origin, block in _blocks(content):
-        coords, values = stored_elements(block, content.name)
-        if block.ndim < len(array.shape):  # it is flat
-            yield np.unravel_index(origin[0] + coords[0], array.shape), values
-        else:
-            yield [along + first for along, first in zip(coords, origin, strict=True)], values
-
-
-def _blocks(content: TensorContent) -> Iterator[tuple[Sequence[int], Any]]:
-    """Read an array in C order: the origin of each block, and the block."""
-    array = content.array
-    size = prod(array.shape)
-    nbytes = nbytes_of(content.dtype, size)
-    if isinstance(array, DenseArray):
-        if not _is_turned(array):
-            blocks = array.stream(_BLOCK_NBYTES, compare=True)
-            yield from (((start,), block) for start, block in blocks)
-            return
-        if nbytes <= _TURNED_NBYTES or array.reader.part.encoding in STREAMS:
-            require_memory(nbytes, "It has to be turned as a whole")
-            array = array[...]
-    if hasattr(array, "dask"):
-        # A chunk is computed once: whole rows of chunks.
-        rows = pairwise(accumulate(array.chunks[0], initial=0)) if array.ndim else ()
-        for start, stop in rows:
-            yield (start, *[0] * (array.ndim - 1)), array[start:stop].compute()
-        if array.ndim:
-            return
-        array = array.compute()
-    if is_sparse(array) and not isinstance(array, LazyArray):
-        yield [0] * array.ndim, array  # in memory, and of any shape
-        return
-    if nbytes > _LARGEST_NBYTES:
-        raise UnsupportedError(f"{size} elements are more than can be read one by one")
-    for key, _ in ArrayData(array, content.dtype, "exact", content.name).runs():
-        yield [run.start for run in key], array[key]
-
-
-def _is_turned(array: DenseArray) -> bool:
-    return array.order == "F" and sum(n > 1 for n in array.shape) > 1
+    elif is_sparse(array):
+        start = 0
+        for rows in rows_of_chunks(array):
+            (first, *others), values = stored_elements(rows, content.name)
+            yield [first + start, *others], values
+            start += rows.shape[0]
+    else:
+        stream = Converted(array, content.dtype, "exact")
+        for position, block in stream.elements(0, prod(array.shape), thread_buffer()):
+            coords, values = stored_elements(block, content.name)
+            yield np.unravel_index(position + coords[0], array.shape), values
 
 
 # --- many tensors --------------------------------------------------------------------------------

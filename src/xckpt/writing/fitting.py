@@ -16,6 +16,7 @@ from fnmatch import translate
 from math import prod
 from typing import TYPE_CHECKING, Any, get_args
 
+from xckpt.arrays.converted import Cast, Converted, holds
 from xckpt.arrays.dense import OnePartArray
 from xckpt.datasets.listing import free_name
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, element_type_of, nbytes_of
@@ -30,14 +31,14 @@ from xckpt.errors import (
 )
 from xckpt.formats.plan import Draft, WantedPart
 from xckpt.index import Arrangement, is_json
-from xckpt.writing.casting import Cast, holds
-from xckpt.writing.data import ArrayData, Gathered, Payload
+from xckpt.writing.gathering import Payload
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.errors import Cause
     from xckpt.formats import Can, Format
+    from xckpt.writing.gathering import Gathered
 
 __all__ = [
     "OF_FILE",
@@ -339,19 +340,20 @@ class Fitting:
 
     def _with_values(self, payloads: Sequence[Payload]) -> Iterator[Payload]:
         """Yield tensors with the values that a format writes into its header."""
-        sources = [
-            payload.part_data("data", payload.parts["data"], self.cast) for payload in payloads
+        streams = [
+            payload.part_bytes("data", payload.parts["data"], self.cast) for payload in payloads
         ]
-        arrays = [data.array for data in sources if isinstance(data, ArrayData) and data.is_dask]
-        if arrays:
+        lazy = [data for data in streams if isinstance(data, Converted) and data.is_dask]
+        if lazy:
             import dask
 
-            arrays = list(dask.compute(*arrays))  # all at once, because they may share work
-        for payload, data in zip(payloads, sources, strict=True):
-            if isinstance(data, ArrayData) and data.is_dask:
-                data = replace(data, array=arrays.pop(0))  # noqa: PLW2901
+            # All at once, because they may share work.
+            arrays = dask.compute(*(data.array for data in lazy))
+            for unread, array in zip(lazy, arrays, strict=True):
+                unread.array, unread.is_dask = array, False
+        for payload, data in zip(payloads, streams, strict=True):
             try:
-                value = b"".join(data.blocks())
+                value = b"".join(map(bytes, data.memories()))
             except CheckpointError as error:
                 raise error.located(tensor=payload.name) from error.__cause__
             part = payload.parts["data"]._replace(inline=value)

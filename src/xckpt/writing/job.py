@@ -1,59 +1,101 @@
 """From a plan to files; each appears complete under its name, or not at all.
 
-Dask arrays are computed first, each chunk once and straight into its place (`xckpt.writing.data`),
-in one graph, so that shared tasks run once. Arrays for compressed parts are computed into a
-temporary file. Then all other parts are streamed in file order (`xckpt.writing.streaming`).
-Finally the files are renamed (`xckpt.storage.sink.publish`).
+Dask arrays are computed first, each chunk once and straight into its place, in one graph, so that
+shared tasks run once. Chunks may be cut along any axis and come in any order. Their tasks open the
+file by its path, so that any scheduler runs them, on any machine that has access to the file.
+Arrays for compressed parts are computed into a temporary file. Then all other parts are streamed in
+file order (`xckpt.writing.streaming`). Finally the files are renamed
+(`xckpt.storage.sink.publish`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+from functools import partial
+from itertools import accumulate, product
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 
-from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.parts import PartReader
-from xckpt.elements import ELEMENT_TYPES, stored_dtype
-from xckpt.formats.plan import PlannedPart, WantedPart, Written
-from xckpt.index import Part
-from xckpt.interrupts import uninterrupted
-from xckpt.progress import Progress
-from xckpt.storage import new_file
-from xckpt.storage.sink import publish
-from xckpt.storage.source import components
-from xckpt.writing.data import (
-    ArrayData,
-    SpooledData,
-    StoredData,
-    is_scattered,
-    store,
+from xckpt.arrays.converted import (
+    BLOCK_NBYTES,
+    ByteStream,
+    Converted,
+    StoredBytes,
+    as_bytes,
+    convert,
+    packed_codes,
 )
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.keys import chunks_along_slowest
+from xckpt.arrays.parts import PartReader
+from xckpt.elements import nbytes_of, stored_dtype
+from xckpt.errors import UnsupportedError
+from xckpt.formats.plan import PlannedPart, WantedPart, Written
+from xckpt.index import Part, strides_of
+from xckpt.interrupts import uninterrupted
+from xckpt.progress import Progress, report
+from xckpt.storage import new_file
+from xckpt.storage.limits import open_file
+from xckpt.storage.sink import publish, write_at
+from xckpt.storage.source import components
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from dask.delayed import Delayed
+
+    from xckpt.arrays.converted import Cast
+    from xckpt.arrays.streams import Block
     from xckpt.formats.plan import LiteralBytes, Plan
     from xckpt.storage import Source
     from xckpt.storage.partial import Place
     from xckpt.storage.sink import Sink
-    from xckpt.writing.casting import Cast
-    from xckpt.writing.data import PartData, Payload
+    from xckpt.typing import Array
+    from xckpt.writing.gathering import Payload
 
 __all__ = ["Target", "WriteJob"]
 
+# Runs shorter than this, in bytes, are written through a memory map instead of by system calls.
+_SHORTEST_RUN = 1 << 12
 
-def _without_tensor(offset: int | None, data: PartData) -> PlannedPart:
+
+def _without_tensor(offset: int | None, data: ByteStream) -> PlannedPart:
     """Return a planned part for bytes that belong to no tensor."""
-    part = WantedPart("uint8", (data.nbytes,), data.nbytes)
+    part = WantedPart("uint8", (data.size,), data.size)
     return PlannedPart(*NO_TENSOR, part, offset, data=data)
 
 
-def _literal(data: bytes) -> ArrayData:
-    return ArrayData(np.frombuffer(data, np.uint8), "uint8", "exact", "")
+def _literal(data: bytes) -> Converted:
+    return Converted(np.frombuffer(data, np.uint8), "uint8", "exact")
+
+
+class SpooledBytes(ByteStream):
+    """A dask array in a temporary file, with at least a byte for each element."""
+
+    whole = True
+
+    def __init__(self, offset: int, data: Converted) -> None:
+        super().__init__(data.name, data.size)
+        self.offset, self.is_packed = offset, data.is_packed
+        #: Size of the elements in the temporary file.
+        self.spooled_nbytes = data.array.size * stored_dtype(data.dtype).itemsize
+        self.file: Place | None = None  # once it is known
+
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
+        """Read all elements back; see `ElementStream.blocks`."""
+        if self.file is None:
+            raise TypeError(self)
+        position = 0
+        for first in range(0, self.spooled_nbytes, BLOCK_NBYTES):
+            nbytes = min(BLOCK_NBYTES, self.spooled_nbytes - first)
+            codes = np.frombuffer(self.file.read(self.offset + first, nbytes), np.uint8)
+            block = packed_codes(codes) if self.is_packed else codes
+            yield position, (block,)
+            position += len(block)
 
 
 class Target(NamedTuple):
@@ -118,7 +160,7 @@ class WriteJob:
         #: Names of the tensors that are written.
         self.tensors = tuple(payloads)
         # Dask arrays, which of the files they are computed into, and where in it.
-        self._stores: list[tuple[ArrayData, int, int]] = []
+        self._stores: list[tuple[Converted, int, int]] = []
         self._spooled = 0
         # Companions first, so that a file refers to nothing that is not there.
         plans: list[tuple[str | None, Plan]] = [*plan.companions.items(), (None, plan)]
@@ -134,7 +176,7 @@ class WriteJob:
             if grown is not None and name is None:
                 reader = PartReader(grown, Part("uint8", (grown.size,), 0, grown.size))
                 array = DenseArray("", reader, (grown.size,), decode=False)
-                parts.append(_without_tensor(0, StoredData(array)))
+                parts.append(_without_tensor(0, StoredBytes(array)))
             # Parts without an offset keep their order, after the others.
             parts.sort(key=lambda planned: inf if planned.offset is None else planned.offset)
             self._files.append(_FileToWrite(name, file_plan, parts))
@@ -142,7 +184,7 @@ class WriteJob:
         self._reserved = [
             (file, offset, prod(data.array.shape) * stored_dtype(data.dtype).itemsize)
             for data, file, offset in self._stores
-            if is_scattered(data)
+            if _is_scattered(data)
         ]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,18 +196,17 @@ class WriteJob:
     ) -> PlannedPart:
         """Add the source of its bytes to a planned part; dask arrays are computed before."""
         # `file` and `spool_number` are positions among the temporary files; see `_begin`.
-        data = payload.part_data(planned.role, planned.part, cast)
-        if not isinstance(data, ArrayData) or not data.is_dask:
+        data = payload.part_bytes(planned.role, planned.part, cast)
+        if not isinstance(data, Converted) or not data.is_dask:
             return planned._replace(data=data)
-        if data.array.size == 0:
+        if data.size == 0:
             return planned._replace(data=_literal(b""))
-        packed = ELEMENT_TYPES[data.dtype].bits < 8
-        if planned.offset is not None and planned.part.compression is None and not packed:
+        if planned.offset is not None and planned.part.compression is None and not data.is_packed:
             self._stores.append((data, file, planned.offset))
             return planned
-        spooled = SpooledData(self._spooled, data.array.size, data.dtype)
+        spooled = SpooledBytes(self._spooled, data)
         self._stores.append((data, spool_number, self._spooled))
-        self._spooled += data.array.size * stored_dtype(data.dtype).itemsize
+        self._spooled += spooled.spooled_nbytes
         return planned._replace(data=spooled)
 
     def run(self, progress: Any = None) -> int:
@@ -198,7 +239,7 @@ class WriteJob:
 
     def _store(self, places: Sequence[Any], observer: str = "") -> list[Any]:
         """Return the tasks that compute all dask arrays into the files at these places."""
-        return [store(data, places[file], offset, observer) for data, file, offset in self._stores]
+        return [_store(data, places[file], offset, observer) for data, file, offset in self._stores]
 
     def _begin_or_abort(self) -> list[Sink]:
         """Make and return the temporary files; remove them all after an error."""
@@ -242,13 +283,10 @@ class WriteJob:
         written: dict[tuple[str, str], Written] = {}
         ends = []
         for file, sink in zip(self._files, sinks, strict=False):
-            parts = [
-                planned._replace(data=replace(planned.data, place=sinks[-1].place))
-                if isinstance(planned.data, SpooledData)
-                else planned
-                for planned in file.parts
-            ]
-            done, end = stream(parts, sink, file.plan.alignment, bar)
+            for planned in file.parts:
+                if isinstance(planned.data, SpooledBytes):
+                    planned.data.file = sinks[-1].place
+            done, end = stream(file.parts, sink, file.plan.alignment, bar)
             written |= done
             ends.append(end)
         nbytes = 0
@@ -303,3 +341,125 @@ def _complete(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], W
     nbytes = end if plan.nbytes is None else plan.nbytes
     sink.resize(nbytes)
     return nbytes
+
+
+# --- dask arrays into their places ----------------------------------------------------------------
+
+
+class _ArrayTarget(NamedTuple):
+    """The place, type and order of a dask array in a file, for its tasks."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    cast: Cast
+    tensor: str  # for messages
+    order: str
+    observer: str  # name of the progress bar
+
+
+def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Delayed:
+    """Return a task that ends after a task per chunk has written it to an existing file."""
+    # One layer for all chunks. `map_blocks` would run the task that makes the file a second time.
+    import dask
+    from dask.delayed import Delayed
+    from dask.highlevelgraph import HighLevelGraph
+
+    if any(np.isnan(size) for sizes in data.array.chunks for size in sizes):
+        raise UnsupportedError(
+            "the sizes of its chunks are not known before it is computed",
+            tensor=data.name,
+            hint="Call .compute_chunk_sizes() on the dask array, or compute it",
+        )
+    # Bound, because dask looks for tasks in arguments: in all of it, once for each chunk.
+    target = _ArrayTarget(
+        offset, data.array.shape, data.dtype, data.cast, data.name, data.order, observer
+    )
+    write = partial(_store_block, target)
+    name = f"xckpt-write-{uuid4().hex}"
+    file = dask.delayed(place, pure=False, traverse=False)
+    origins = product(*(accumulate(sizes[:-1], initial=0) for sizes in data.array.chunks))
+    layer: dict[Any, Any] = {
+        (name, *position): (write, (data.array.name, *position), file.key, list(origin))
+        for position, origin in zip(np.ndindex(data.array.numblocks), origins, strict=True)
+    }
+    layer[name] = (len, list(layer))
+    graph = HighLevelGraph.from_collections(name, layer, dependencies=[data.array, file])
+    return Delayed(name, graph)
+
+
+def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequence[int]) -> None:
+    """Convert a chunk and write it to its place."""
+    # Axes are in the order of the file from here on.
+    is_turned = target.order == "F"
+    values = np.asarray(block).T if is_turned else np.asarray(block)
+    first = origin[::-1] if is_turned else origin
+    with place.named():
+        fileno = open_file(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+        try:
+            # Small pieces, so that conversions need little memory besides the chunk.
+            for key in _pieces(values.shape, stored_dtype(target.dtype).itemsize):
+                start = [low + entry.start for low, entry in zip(first, key, strict=True)]
+                piece = values[key]
+
+                def position(number: int, start: Any = start, shape: Any = piece.shape) -> Any:
+                    inside = np.unravel_index(number, shape)
+                    place = [low + int(at) for low, at in zip(start, inside, strict=True)]
+                    return place[::-1] if is_turned else place
+
+                options: Any = {"tensor": target.tensor, "position": position}
+                piece = convert(piece, target.dtype, target.cast, **options)
+                _write_run(place.path, fileno, target, piece, start)
+        finally:
+            os.close(fileno)
+    report(target.observer, nbytes_of(target.dtype, values.size))
+
+
+def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
+    """Yield the keys of pieces of an array, of about `BLOCK_NBYTES` each."""
+    if 0 in shape:
+        return
+    along = []
+    for lengths in chunks_along_slowest(shape, itemsize, BLOCK_NBYTES):
+        stops = accumulate(lengths)
+        along.append([slice(b - n, b) for n, b in zip(lengths, stops, strict=True)])
+    yield from product(*along)
+
+
+def _write_run(
+    path: str,
+    fileno: int,
+    target: _ArrayTarget,
+    block: Array,
+    start: Sequence[int],
+) -> None:
+    """Write a block that begins at `start`; its axes are in the order of the file."""
+    shape = target.shape[::-1] if target.order == "F" else target.shape
+    split, run = _longest_run(shape, block.shape)
+    if split and run * block.itemsize < _SHORTEST_RUN and prod(block.shape[:split]) > 1:
+        memory = np.memmap(path, block.dtype, "r+", target.offset, shape)
+        memory[tuple(slice(a, a + n) for a, n in zip(start, block.shape, strict=True))] = block
+        return
+    strides = strides_of(shape)
+    for position in np.ndindex(block.shape[:split]):
+        inside = (*position, *(0 for _ in shape[split:]))
+        first = sum((a + i) * s for a, i, s in zip(start, inside, strides, strict=True))
+        write_at(fileno, as_bytes(block[position]), target.offset + first * block.itemsize)
+
+
+def _longest_run(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, int]:
+    """Return the first of the axes along which a block is contiguous, and the length of a run."""
+    # A block of (2, 3, 8) elements in a tensor of (10, 4, 8): runs of 24, from axis 1 on.
+    split = len(shape)
+    while split and block[split:] == shape[split:]:
+        split -= 1
+    return split, prod(block[split:])
+
+
+def _is_scattered(data: Converted) -> bool:
+    """Return whether some chunks are written in runs so short that a memory map is used."""
+    turned = data.order == "F"
+    shape = data.array.shape[::-1] if turned else data.array.shape
+    chunks = tuple(min(sizes) if sizes else 0 for sizes in data.array.chunks)
+    split, run = _longest_run(shape, chunks[::-1] if turned else chunks)
+    return split > 0 and run * stored_dtype(data.dtype).itemsize < _SHORTEST_RUN

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xarray as xr
 
+from xckpt.arrays.converted import convert, densified, element_type, is_sparse
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
 from xckpt.upstream.xarray_variables import data_of, is_in_memory
-from xckpt.writing.casting import convert, densified, element_type, is_sparse
 from xckpt.writing.fitting import Changes, choose_type
 from xckpt.writing.gathering import array_of, unmodified_array
 

@@ -22,6 +22,7 @@ import xarray as xr
 
 from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays, read_later
+from xckpt.arrays.converted import holds
 from xckpt.arrays.parts import part_readers
 from xckpt.datasets.losses import losses
 from xckpt.datasets.mappings import as_dataset
@@ -39,11 +40,15 @@ from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.structure import structure_of
-from xckpt.writing.casting import holds
-from xckpt.writing.data import Gathered, lazy_dask_array, stored_payload
 from xckpt.writing.fitting import TENSOR_OPTIONS, Fitting, Requests
 from xckpt.writing.folders import FOLDER_FORMAT, InFolder, into_folder, is_folder
-from xckpt.writing.gathering import gather, source_files
+from xckpt.writing.gathering import (
+    Gathered,
+    gather,
+    lazy_dask_array,
+    source_files,
+    stored_payload,
+)
 from xckpt.writing.job import Target, WriteJob
 from xckpt.writing.rehearsal import changed_attributes
 
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
 
     from dask.delayed import Delayed
 
+    from xckpt.arrays.converted import Cast
     from xckpt.formats import FormatOptions
     from xckpt.index import Index, Tensor
     from xckpt.labels import TensorFilter
@@ -60,7 +66,6 @@ if TYPE_CHECKING:
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
-    from xckpt.writing.casting import Cast
     from xckpt.writing.fitting import Changes
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any]

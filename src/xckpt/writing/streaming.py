@@ -15,16 +15,16 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from xckpt.arrays.converted import BLOCK_NBYTES, StoredBytes, thread_buffer
 from xckpt.errors import IntegrityError, locating
 from xckpt.formats.plan import PlannedPart, Written
 from xckpt.storage import reading_ahead
 from xckpt.storage.digests import Hasher
 from xckpt.storage.encoders import DEFAULT_LEVEL, new_encoder
 from xckpt.storage.local import LocalSource
-from xckpt.writing.data import PIECE_NBYTES, StoredData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from xckpt.arrays.parts import PartReader
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from xckpt.storage import Source
     from xckpt.storage.local import OpenFile
     from xckpt.storage.sink import Sink
-    from xckpt.writing.data import Piece
 
 Key = tuple[str, str]
 
@@ -55,13 +54,17 @@ _CANNOT = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPER
 _CANNOT |= {errno.EIO, errno.ESTALE}
 
 
-# `PlannedPart.data` is a `PartData` here, or None if the tasks of a graph have written the bytes.
+# `PlannedPart.data` is a `ByteStream` here, or None if the tasks of a graph have written the bytes.
+
+
+def _is_verbatim(planned: PlannedPart) -> bool:
+    """Return whether a compressed part is copied as it is stored."""
+    return isinstance(planned.data, StoredBytes) and planned.data.is_verbatim
 
 
 def is_compressed(planned: PlannedPart) -> bool:
     """Return whether a part has to be compressed, so that its stored size is not known yet."""
-    is_verbatim = isinstance(planned.data, StoredData) and planned.data.is_verbatim
-    return planned.part.compression is not None and not is_verbatim
+    return planned.part.compression is not None and not _is_verbatim(planned)
 
 
 def _is_compressed_whole(planned: PlannedPart) -> bool:
@@ -71,22 +74,17 @@ def _is_compressed_whole(planned: PlannedPart) -> bool:
 
 def stored_nbytes(planned: PlannedPart) -> int:
     """Return the stored size of a part that is not compressed."""
-    nbytes: int = planned.part.nbytes if planned.data is None else planned.data.nbytes
+    nbytes: int = planned.part.nbytes if planned.data is None else planned.data.size
     return nbytes
-
-
-def _is_hashed(planned: PlannedPart) -> bool:
-    """Return whether the bytes have to be seen in order, to make a digest or to check one."""
-    is_checked = isinstance(planned.data, StoredData) and planned.data.is_checked
-    return is_checked or planned.part.algorithm is not None
 
 
 def _copied(planned: PlannedPart) -> PartReader | None:
     """Return the range of a file that a part is, if nothing has to look at the bytes."""
     data = planned.data
-    if not isinstance(data, StoredData) or not data.is_range:
+    if not isinstance(data, StoredBytes) or not data.is_range:
         return None
-    return None if is_compressed(planned) or _is_hashed(planned) else data.reader
+    is_seen = data.whole or planned.part.algorithm is not None
+    return None if is_compressed(planned) or is_seen else data.reader
 
 
 def stream(
@@ -95,7 +93,8 @@ def stream(
     """Write parts to a file; return their places, and the end of the last one."""
     with ThreadPoolExecutor(_THREADS, "xckpt-write") as threads:
         streaming = _Streaming(sink, threads, progress)
-        ranges = (planned.data.ranges() for planned in parts if planned.data is not None)
+        streams = (planned.data for planned in parts if planned.data is not None)
+        ranges = (data.ranges(0, data.size) for data in streams)
         try:
             with reading_ahead(chain.from_iterable(ranges)):
                 return streaming.run(parts, alignment)
@@ -186,34 +185,30 @@ class _Streaming:
 
     def _put(self, planned: PlannedPart, offset: int) -> None:
         """Begin to write an uncompressed part."""
-        reader = _copied(planned)
-        pieces: Iterable[Piece] | None = ()
+        reader, nbytes = _copied(planned), stored_nbytes(planned)
         if reader is not None:
-            nbytes = stored_nbytes(planned)
             for start in range(0, nbytes, _COPIED_NBYTES):
                 place = reader.part.offset + start, offset + start
                 self._submit(self._copy, reader.source, *place, min(_COPIED_NBYTES, nbytes - start))
-        elif _is_hashed(planned):
-            pieces = None
-        elif planned.data is not None:
-            pieces = planned.data.pieces()
-        if pieces is None:
+        elif planned.part.algorithm is not None or _is_verbatim(planned):
             self._submit(self._put_in_order, planned, offset)
             return
-        for start, read in pieces:
-            self._submit(self._put_piece, planned, read, offset + start)
+        elif planned.data is not None:
+            for cut in planned.data.cuts(0, nbytes, BLOCK_NBYTES):
+                self._submit(self._put_cut, planned, offset, *cut)
         self._wrote(planned, offset)
 
     def _wrote(self, planned: PlannedPart, offset: int, digest: str | None = None) -> None:
         key = planned.tensor, planned.role
         self._written[key] = Written(offset, stored_nbytes(planned), digest)
 
-    def _put_piece(self, planned: PlannedPart, read: Callable[[], memoryview], offset: int) -> None:
-        self._check_stopped()
+    def _put_cut(self, planned: PlannedPart, offset: int, start: int, stop: int) -> None:
+        """Write a range of the bytes of a part."""
         with _naming(planned):
-            data = read()
-        self._sink.write(data, offset)
-        self._progress.advance(len(data))
+            for position, (block,) in planned.data.blocks(start, stop, thread_buffer()):
+                self._check_stopped()
+                self._sink.write(block, offset + position)
+                self._progress.advance(len(block))
 
     def _put_in_order(self, planned: PlannedPart, offset: int) -> None:
         def emit(block: Any, at: int) -> None:
@@ -307,7 +302,9 @@ class _Streaming:
     ) -> str | None:
         """Emit the stored bytes of a part; return the requested digest."""
         part, data = planned.part, planned.data
-        blocks = self._read_back(offset, stored_nbytes(planned)) if data is None else data.blocks()
+        blocks = (
+            self._read_back(offset, stored_nbytes(planned)) if data is None else data.memories()
+        )
         encoder = None
         if is_compressed(planned):
             level = DEFAULT_LEVEL if part.level is None else part.level
@@ -334,13 +331,13 @@ class _Streaming:
                 self._progress.advance(len(block))
             if encoder is not None:
                 put(encoder.end())
-            if isinstance(data, StoredData) and data.is_verbatim:
+            if isinstance(data, StoredBytes) and _is_verbatim(planned):
                 data.hash_decoded(hasher if covers_decoded else None)
         return None if hasher is None else f"{hasher.algorithm}:{hasher.value().hex()}"
 
     def _read_back(self, offset: int, nbytes: int) -> Iterator[bytes]:
-        for start in range(offset, offset + nbytes, PIECE_NBYTES):
-            yield self._sink.place.read(start, min(PIECE_NBYTES, offset + nbytes - start))
+        for start in range(offset, offset + nbytes, BLOCK_NBYTES):
+            yield self._sink.place.read(start, min(BLOCK_NBYTES, offset + nbytes - start))
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> None:
         while len(self._pending) >= 2 * _THREADS:
@@ -356,7 +353,7 @@ class _Streaming:
 def _naming(planned: PlannedPart) -> Iterator[None]:
     """Add the old file and the tensor to errors, and a hint to errors of damage."""
     data = planned.data
-    path = data.reader.source.name if isinstance(data, StoredData) else None
+    path = data.reader.source.name if isinstance(data, StoredBytes) else None
     try:
         with locating(path=path, tensor=planned.tensor):
             yield

@@ -1,7 +1,4 @@
-"""Conversions of values: to another element type, and of sparse arrays to the parts of tensors.
-
-``cast="exact"`` permits conversions that can be reversed bit for bit, including NaN and signs of
-zeros; ``"allow"`` rounds; ``"never"`` is exact, and raises if a format does not support a type.
+"""Sparse arrays as the parts of a tensor: coordinates or row pointers, and values.
 
 A sparse dask array is computed once to count its stored elements, and again for the parts, in
 blocks of rows. A dense array that was sparse in its old file becomes sparse again, with all
@@ -12,12 +9,12 @@ sorted.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.converted import is_sparse
 from xckpt.arrays.sparse import COOArray, CSRArray
-from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS, stored_dtype
 from xckpt.errors import FormatError, UnsupportedError, locating
 from xckpt.formats.plan import WantedPart
 
@@ -29,179 +26,12 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
     from xckpt.typing import Array
 
-__all__ = [
-    "Cast",
-    "canonical_parts",
-    "convert",
-    "densified",
-    "element_type",
-    "holds",
-    "is_sparse",
-    "sparse_parts",
-    "stored_elements",
-]
-
-Cast = Literal["exact", "allow", "never"]
-
-
-def element_type(dtype: np.dtype[Any]) -> str | None:
-    """Name the element type of a numpy dtype."""
-    name = dtype.name
-    return name if name in ELEMENT_TYPES and dtype.names is None else None
-
-
-def holds(wide: str, narrow: str) -> bool:
-    """Return whether every value of a type is one of another type."""
-    w, n = ELEMENT_TYPES[wide], ELEMENT_TYPES[narrow]
-    if wide == narrow:
-        return True
-    # Small floats hold no other type: they lack infinities or a zero, or have too few bits.
-    if w.kind == "float" and wide not in WIDE_FLOATS:
-        return False
-    if n.kind == "complex" and w.kind != "complex":
-        return False
-    if n.kind == "bool":
-        return True
-    if n.range is not None and w.range is not None:
-        return w.range[0] <= n.range[0] and n.range[1] <= w.range[1]
-    if w.float_format is None:
-        return False
-    if n.range is not None:
-        return n.range[1] <= 1 << w.float_format.fraction_bits + 1
-    return n.float_format is not None and (
-        w.float_format.fraction_bits >= n.float_format.fraction_bits
-        and w.float_format.smallest <= n.float_format.smallest
-        and w.float_format.largest >= n.float_format.largest
-    )
-
-
-def convert(
-    values: Array, name: str, cast: Cast, *, tensor: str = "", origin: Sequence[int] = ()
-) -> Array:
-    """Return a block of elements in the dtype that stores a type, little-endian."""
-    # Raise for an element that would not survive, and always for an integer out of range. `origin`
-    # is the position of the block in the `tensor`, for messages.
-    values = np.asarray(values)  # a selection of an array without axes is a scalar
-    native = values.dtype.newbyteorder("=")
-    stored = stored_dtype(name)
-    if native == stored:
-        return _little(values)
-    values = values.astype(native, copy=False)
-    if name == "bfloat16" and native == np.float32:
-        # The upper half of a float32; several times faster than ml_dtypes' cast and a check.
-        codes = values.view(np.uint32)
-        if not (codes & 0xFFFF).any():
-            return _little((codes >> 16).astype(np.uint16).view(stored))
-    converted = _converted(values, stored)
-    source = element_type(native)
-    if source is None or not holds(name, source):
-        lost = _lost(values, converted, name, cast)
-        if lost.any():
-            index = np.unravel_index(int(np.argmax(lost)), lost.shape)
-            position = [int(i) + o for i, o in zip(index, origin or lost.ndim * [0], strict=True)]
-            hint = "cast='allow' rounds; ds.drop_encoding() writes the values as they are"
-            if cast == "allow":
-                hint = "Convert it with .astype(...) first"
-            reason = f"element {position} is {values[index]}, which {name} cannot hold"
-            raise UnsupportedError(reason, tensor=tensor, rule="Cast", hint=hint)
-    return _little(converted)
-
-
-def _little(values: Array) -> Array:
-    return values.astype(values.dtype.newbyteorder("<"), copy=False)
-
-
-def _converted(values: Array, stored: np.dtype[Any]) -> Array:
-    """Convert as numpy does, but round to integers, and keep the payloads of NaN."""
-    if stored.kind == "c":
-        converted = np.zeros(values.shape, stored)
-        converted.real = _converted(values.real, converted.real.dtype)
-        if values.dtype.kind == "c":
-            converted.imag = _converted(values.imag, converted.imag.dtype)
-        return converted
-    if values.dtype.kind == "c":
-        return _converted(values.real, stored)
-    if stored.kind in "iu" and values.dtype.kind not in "iub":
-        values = np.rint(values)
-    with np.errstate(all="ignore"):
-        converted = values.astype(stored)
-    source, target = (ELEMENT_TYPES.get(dtype.name) for dtype in (values.dtype, stored))
-    if source and target and source.is_ieee_float and target.is_ieee_float:
-        with np.errstate(invalid="ignore"):  # ml_dtypes warns of NaN
-            nan = np.isnan(values)
-        if nan.any():
-            converted[nan] = _nan_like(values[nan], stored)
-    return converted
-
-
-def _nan_like(values: Array, stored: np.dtype[Any]) -> Array:
-    """Return NaN of another IEEE 754 type with the signs and leading payload bits of NaN values."""
-    from_bits, to_bits = values.dtype.itemsize * 8, stored.itemsize * 8
-    from_payload = ELEMENT_TYPES[values.dtype.name].fraction_bits
-    to_payload = ELEMENT_TYPES[stored.name].fraction_bits
-    codes = values.view(f"u{from_bits // 8}").astype(np.uint64)
-    sign = codes >> np.uint64(from_bits - 1)
-    payload = codes & np.uint64((1 << from_payload) - 1)
-    if to_payload >= from_payload:
-        payload <<= np.uint64(to_payload - from_payload)
-    else:
-        payload >>= np.uint64(from_payload - to_payload)
-        payload[payload == 0] = 1 << (to_payload - 1)  # no payload at all would be infinity
-    exponent = np.uint64((1 << to_bits - 1) - (1 << to_payload))
-    whole = (sign << np.uint64(to_bits - 1)) | exponent | payload
-    nan: Array = whole.astype(f"u{to_bits // 8}").view(stored)
-    return nan
-
-
-def _lost(values: Array, converted: Array, name: str, cast: Cast) -> Array:
-    """Return a mask of the elements that a conversion loses."""
-    lost = np.zeros(values.shape, bool)
-    limits = ELEMENT_TYPES[name].range
-    if limits is not None:  # wrapped integers come back as they were
-        rounded = values
-        if values.dtype.kind not in "iub":
-            rounded = np.rint(values.real.astype(np.float64))
-        lost = ~((rounded >= limits[0]) & (rounded < limits[1]))
-    if cast == "allow":
-        return lost
-    lost |= _differ(_converted(converted, values.dtype), values)
-    if values.dtype.kind in "iu" and ELEMENT_TYPES[name].kind == "float":
-        # Values that are rounded up to the end of the range do not come back reliably.
-        lost |= converted.astype(np.float64) >= float(np.iinfo(values.dtype).max + 1)
-    return lost
-
-
-def _differ(a: Array, b: Array) -> Array:
-    """Compare bit by bit."""
-    if a.dtype.kind == "c":
-        return _differ(a.real, b.real) | _differ(a.imag, b.imag)
-    code = f"u{a.dtype.itemsize}"
-    differ: Array = np.asarray(a.view(code) != b.view(code))
-    return differ
-
-
-# --- sparse arrays -------------------------------------------------------------------------------
+__all__ = ["canonical_parts", "sparse_parts", "stored_elements"]
 
 # Element type of indices; formats convert it to their own.
 _INDEX = "int64"
 
 _ARRAYS = {"sparse_csr": CSRArray, "sparse_coo": COOArray}
-
-
-def is_sparse(array: Any) -> bool:
-    """Return whether an array, or each chunk of a dask array, is one of pydata/sparse."""
-    kind = type(getattr(array, "_meta", array))
-    return kind.__module__.partition(".")[0] == "sparse"
-
-
-def densified(array: Any) -> Any:
-    """Return the values of a sparse array as a dense one, lazily if it is lazy."""
-    if not is_sparse(array):
-        return array
-    if hasattr(array, "dask"):
-        meta = np.empty((0,) * array.ndim, array.dtype)
-        return array.map_blocks(densified, dtype=array.dtype, meta=meta)
-    return array.todense()
 
 
 def sparse_parts(

@@ -1,0 +1,492 @@
+"""Elements as the bytes of another file: in its element type, its order, and little-endian.
+
+`bytes_of` makes a stream of them: `StoredBytes` if the part of the old file has these bytes, else
+`Converted`. Manifests hash the streams, `verify` compares the hashes, and `save` and `convert`
+write them. Positions count bytes. All bytes at once are compared with the digest of the old file
+while they pass.
+
+``cast="exact"`` permits conversions that can be reversed bit for bit, including NaN and signs of
+zeros; ``"allow"`` rounds; ``"never"`` is exact, and raises if a format does not support a type.
+"""
+
+from __future__ import annotations
+
+import threading
+from copy import copy
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from xckpt.arrays.dense import DenseArray, OnePartArray
+from xckpt.arrays.kinds import kind_named
+from xckpt.arrays.lazy import LazyArray, dense_values, flat_blocks
+from xckpt.arrays.parts import has_byte_each
+from xckpt.arrays.streams import ElementStream, raw_blocks
+from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS, nbytes_of, stored_dtype
+from xckpt.errors import UnsupportedError
+from xckpt.storage.encodings import STREAMS
+from xckpt.storage.limits import require_memory
+from xckpt.storage.source import empty_array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from xckpt.arrays.parts import PartReader
+    from xckpt.arrays.streams import Block
+    from xckpt.storage.digests import Hasher
+    from xckpt.storage.prefetch import Range
+    from xckpt.typing import Array
+
+__all__ = [
+    "BLOCK_NBYTES",
+    "ByteStream",
+    "Cast",
+    "Converted",
+    "StoredBytes",
+    "as_bytes",
+    "bytes_of",
+    "convert",
+    "densified",
+    "element_type",
+    "holds",
+    "is_sparse",
+    "packed_codes",
+    "rows_of_chunks",
+    "thread_buffer",
+]
+
+Cast = Literal["exact", "allow", "never"]
+
+#: Size of the blocks of a stream of bytes, and of its cuts: large enough for disks, small enough
+#: for caches and for several threads to have one each.
+BLOCK_NBYTES = 8 << 20
+# Largest tensor whose axes are turned in memory as a whole.
+_TURNED_NBYTES = 64 << 20
+
+_thread = threading.local()
+
+
+def thread_buffer() -> Array:
+    """Return the memory of this thread for the blocks of one stream."""
+    if not hasattr(_thread, "buffer"):
+        _thread.buffer = empty_array(BLOCK_NBYTES)
+    buffer: Array = _thread.buffer
+    return buffer
+
+
+class ByteStream(ElementStream):
+    """The bytes of an array in the form of another file; positions count bytes."""
+
+    kind = kind_named("uint8")
+    array: Any = None
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = self.nbytes = size
+
+    def memories(self) -> Iterator[memoryview]:
+        """Return all bytes in order, in blocks that are valid until the next one."""
+        return (block.data for _, (block,) in self.blocks(0, self.size, thread_buffer()))
+
+
+class StoredBytes(ByteStream):
+    """The bytes of a part of a file: decoded, or as they are stored (`is_verbatim`)."""
+
+    def __init__(self, array: OnePartArray, *, is_verbatim: bool = False) -> None:
+        part = array.reader.part
+        super().__init__(array.name, part.nbytes if is_verbatim else array.part_nbytes)
+        self.array = _passing(array)
+        self.reader: PartReader = self.array.reader
+        self.is_verbatim = is_verbatim
+        self.is_checked = self.reader.is_checked
+        self.whole = is_verbatim or self.is_checked or part.encoding in STREAMS
+        self.place = (self.reader.source.name, part.offset)
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the bytes are a range of the file."""
+        is_little = self.reader.part.byteorder == "little"
+        return self.reader.is_raw and is_little and self.size > 0
+
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Return the byte range that is read; see `ElementStream.ranges`."""
+        if not self.is_range:
+            yield from self.reader.ranges() if start == 0 else ()
+        elif start < stop:
+            yield self.reader.source, self.reader.part.offset + start, stop - start
+
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
+        """Read a range of the bytes; raw ones into the buffer."""
+        if self.whole:
+            size = len(buffer)
+            data = self.reader.compared_blocks() if self.is_verbatim else self.array.stored(size)
+            for block in data:
+                yield start, (np.frombuffer(block, np.uint8),)
+                start += len(block)
+            return
+        self.reader.read(0, 0, self.array.part_nbytes)  # checks its size
+        if self.is_range:
+            source, offset = self.reader.source, self.reader.part.offset + start
+            for block in source.blocks_in(buffer.data, offset, stop - start):
+                yield start, (buffer[: len(block)],)
+                start += len(block)
+            return
+        for first in range(start, stop, len(buffer)):
+            block = self.array.stored_range(first, min(first + len(buffer), stop))
+            yield first, (np.frombuffer(block, np.uint8),)
+
+    def hash_decoded(self, hasher: Hasher | None) -> None:
+        """Decode all bytes if a digest covers them: a new one, or the one that the file states."""
+        reader = self.reader
+        is_due = self.is_checked and reader.part.digest_of == "decoded"
+        if not is_due:
+            reader = replace(reader, verify=False)
+        decoded = reader.blocks(self.array.part_nbytes, BLOCK_NBYTES, compare=True)
+        for block in decoded if is_due or hasher is not None else ():
+            if hasher is not None:
+                hasher.update(block)
+
+
+class Converted(ByteStream):
+    """The elements of an array of any kind as bytes: in another type, in C or Fortran order."""
+
+    def __init__(
+        self,
+        array: Any,
+        dtype: str,
+        cast: Cast,
+        order: str = "C",
+        name: str = "",
+        *,
+        # Whether elements of fewer than eight bits share bytes.
+        is_packed: bool = False,
+    ) -> None:
+        size = prod(array.shape)
+        self.dtype, self.cast, self.order = dtype, cast, order
+        self.is_packed = is_packed and ELEMENT_TYPES[dtype].bits < 8
+        stored = size * stored_dtype(dtype).itemsize
+        super().__init__(name, nbytes_of(dtype, size) if self.is_packed else stored)
+        self.array = array
+        #: Whether the file has the elements in the other order.
+        self.is_turned = is_turned(array, order)
+        #: Whether chunks are computed by a scheduler, in any order.
+        self.is_dask = hasattr(array, "dask")
+        #: Whether its axes are turned in memory, rather than by reading rows of the other order.
+        self.is_small = stored <= _TURNED_NBYTES
+        self.whole = self.is_dask
+        if isinstance(array, DenseArray):
+            self.whole = array.reader.part.encoding in STREAMS
+            self.whole |= self.is_small if self.is_turned else array.reader.is_checked
+
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
+        """Read and convert a range of the elements."""
+        per_byte, itemsize = (2, 1) if self.is_packed else (1, stored_dtype(self.dtype).itemsize)
+        count = prod(self.array.shape)
+        first, last = start * per_byte // itemsize, min(stop * per_byte // itemsize, count)
+        blocks: Iterator[Array] = (
+            convert(values, self.dtype, self.cast, tensor=self.name, position=self._counted(at))
+            for at, values in self.elements(first, last, buffer)
+        )
+        for block in _packed(blocks) if self.is_packed else blocks:
+            data = np.frombuffer(as_bytes(block), np.uint8)
+            yield start, (data,)
+            start += len(data)
+
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Return the byte ranges of the whole array with its first bytes, if they are known."""
+        if start == 0 and isinstance(self.array, LazyArray):
+            yield from self.array.ranges(...)
+
+    def elements(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
+        """Yield elements before their conversion, in the order of the bytes, with positions."""
+        array = self.array
+        if isinstance(array, LazyArray):
+            array.require_expansion()
+        if isinstance(array, DenseArray) and not self.is_turned:
+            yield from (
+                array.stream(BLOCK_NBYTES, compare=True)
+                if self.whole
+                else _stored_elements(array, start, stop, buffer)
+            )
+            return
+        if isinstance(array, LazyArray) and not self.is_turned and self.order == "C":
+            yield from array.flat(start, stop, buffer)
+            return
+        if self.is_turned:
+            array = array.verified()
+            if self.whole:
+                require_memory(array.nbytes, "It has to be turned as a whole")
+                array = array[...]
+        if not self.is_dask:
+            turned = array if self.order == "C" else _Transposed(array)
+            yield from flat_blocks(turned, start, stop, BLOCK_NBYTES)
+            return
+        for row in rows_of_chunks(array if self.order == "C" else array.T):
+            for position, values in flat_blocks(row, 0, row.size, BLOCK_NBYTES):
+                yield start + position, values
+            start += row.size
+
+    def _counted(self, first: int) -> Callable[[int], list[int]]:
+        """Return a function from the number of an element in a block to its position."""
+
+        def position(number: int) -> list[int]:
+            order: Any = self.order
+            places = np.unravel_index(first + number, self.array.shape, order)
+            return [int(place) for place in places]
+
+        return position
+
+
+def bytes_of(
+    array: Any, dtype: str, cast: Cast, order: str = "C", name: str = "", *, is_packed: bool = False
+) -> ByteStream:
+    """Return the bytes of an array in a type and order; see `Converted`."""
+    if isinstance(array, DenseArray) and not is_turned(array, order):
+        part = array.reader.part
+        is_stored = part.dtype == dtype != "bool" and part.byteorder == "little"
+        if is_stored and (is_packed or ELEMENT_TYPES[dtype].bits >= 8) and not has_byte_each(part):
+            return StoredBytes(array)
+    return Converted(array, dtype, cast, order, name, is_packed=is_packed)
+
+
+def _passing(array: OnePartArray) -> OnePartArray:
+    """Return an array whose digest is compared while all bytes pass, and not before as well."""
+    if not array.reader.verify:
+        return array
+    array = copy(array)
+    array.reader = replace(array.reader, verify=None)
+    return array
+
+
+def is_turned(array: Any, order: str) -> bool:
+    """Return whether a tensor of a file has its elements in the other order."""
+    is_stored = isinstance(array, DenseArray) and array.order != order
+    return is_stored and sum(n > 1 for n in array.shape) > 1
+
+
+def _stored_elements(
+    array: DenseArray, start: int, stop: int, buffer: Array
+) -> Iterator[tuple[int, Array]]:
+    """Read elements in the order of the file, into the buffer."""
+    count, dtype = prod(array.shape), array.dtype
+    reader = _passing(array).reader
+    flat = DenseArray(array.name, reader, (count,), decode=array.decode, strict=array.strict)
+    if array.is_raw and dtype == stored_dtype(reader.part.dtype):
+        yield from ((at, values) for at, (values,) in raw_blocks(flat, dtype, start, stop, buffer))
+        return
+    memory = buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+    for position in range(start, stop, len(memory)):
+        values = memory[: stop - position]
+        flat.read_into(values, slice(position, position + len(values)))
+        yield position, values
+
+
+class _Transposed:
+    """An array with its axes in reverse."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.shape, self.dtype = array, array.shape[::-1], array.dtype
+
+    def __getitem__(self, key: tuple[Any, ...]) -> Any:
+        key = (*key, *(slice(None) for _ in self.shape[len(key) :]))
+        return dense_values(self.array[key[::-1]]).T
+
+
+def rows_of_chunks(array: Any) -> Iterator[Any]:
+    """Compute a dask array by rows of chunks, each chunk once; an array in memory is one row."""
+    if not hasattr(array, "dask"):
+        yield array
+    elif not array.ndim:
+        yield array.compute()
+    else:
+        for start, stop in pairwise(accumulate(array.chunks[0], initial=0)):
+            yield array[start:stop].compute()
+
+
+def as_bytes(array: Array) -> memoryview:
+    """Return the bytes of an array in C order, without a copy where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _packed(blocks: Iterator[Array]) -> Iterator[Array]:
+    """Pack 4-bit codes; only the last byte may have one code."""
+    pending = np.empty(0, np.uint8)
+    for block in blocks:
+        codes = np.concatenate([pending, block.reshape(-1).view(np.uint8)])
+        count = len(codes) // 2 * 2
+        pending = codes[count:]
+        yield packed_codes(codes[:count])
+    if len(pending):
+        yield packed_codes(pending)
+
+
+def packed_codes(codes: Array) -> Array:
+    """Pack two 4-bit codes into each byte, the first one into the low half."""
+    if len(codes) % 2:
+        codes = np.append(codes, np.uint8(0))
+    packed: Array = (codes[::2] & 0xF | codes[1::2] << 4).astype(np.uint8)
+    return packed
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def element_type(dtype: np.dtype[Any]) -> str | None:
+    """Name the element type of a numpy dtype."""
+    name = dtype.name
+    return name if name in ELEMENT_TYPES and dtype.names is None else None
+
+
+def holds(wide: str, narrow: str) -> bool:
+    """Return whether every value of a type is one of another type."""
+    w, n = ELEMENT_TYPES[wide], ELEMENT_TYPES[narrow]
+    if wide == narrow:
+        return True
+    # Small floats hold no other type: they lack infinities or a zero, or have too few bits.
+    if w.kind == "float" and wide not in WIDE_FLOATS:
+        return False
+    if n.kind == "complex" and w.kind != "complex":
+        return False
+    if n.kind == "bool":
+        return True
+    if n.range is not None and w.range is not None:
+        return w.range[0] <= n.range[0] and n.range[1] <= w.range[1]
+    if w.float_format is None:
+        return False
+    if n.range is not None:
+        return n.range[1] <= 1 << w.float_format.fraction_bits + 1
+    return n.float_format is not None and (
+        w.float_format.fraction_bits >= n.float_format.fraction_bits
+        and w.float_format.smallest <= n.float_format.smallest
+        and w.float_format.largest >= n.float_format.largest
+    )
+
+
+def convert(
+    values: Array,
+    name: str,
+    cast: Cast,
+    *,
+    # For messages: the name of the tensor, and from the number of an element to its position.
+    tensor: str = "",
+    position: Callable[[int], Sequence[int]] | None = None,
+) -> Array:
+    """Return a block of elements in the dtype that stores a type, little-endian."""
+    # Raise for an element that would not survive, and always for an integer out of range.
+    values = np.asarray(values)  # a selection of an array without axes is a scalar
+    native = values.dtype.newbyteorder("=")
+    stored = stored_dtype(name)
+    if native == stored:
+        return _little(values)
+    values = values.astype(native, copy=False)
+    if name == "bfloat16" and native == np.float32:
+        # The upper half of a float32; several times faster than ml_dtypes' cast and a check.
+        codes = values.view(np.uint32)
+        if not (codes & 0xFFFF).any():
+            return _little((codes >> 16).astype(np.uint16).view(stored))
+    converted = _converted(values, stored)
+    source = element_type(native)
+    if source is None or not holds(name, source):
+        lost = _lost(values, converted, name, cast)
+        if lost.any():
+            number = int(np.argmax(lost))
+            index = np.unravel_index(number, lost.shape)
+            place = list(map(int, index)) if position is None else list(position(number))
+            hint = "cast='allow' rounds; ds.drop_encoding() writes the values as they are"
+            if cast == "allow":
+                hint = "Convert it with .astype(...) first"
+            reason = f"element {place} is {values[index]}, which {name} cannot hold"
+            raise UnsupportedError(reason, tensor=tensor, rule="Cast", hint=hint)
+    return _little(converted)
+
+
+def _little(values: Array) -> Array:
+    return values.astype(values.dtype.newbyteorder("<"), copy=False)
+
+
+def _converted(values: Array, stored: np.dtype[Any]) -> Array:
+    """Convert as numpy does, but round to integers, and keep the payloads of NaN."""
+    if stored.kind == "c":
+        converted = np.zeros(values.shape, stored)
+        converted.real = _converted(values.real, converted.real.dtype)
+        if values.dtype.kind == "c":
+            converted.imag = _converted(values.imag, converted.imag.dtype)
+        return converted
+    if values.dtype.kind == "c":
+        return _converted(values.real, stored)
+    if stored.kind in "iu" and values.dtype.kind not in "iub":
+        values = np.rint(values)
+    with np.errstate(all="ignore"):
+        converted = values.astype(stored)
+    source, target = (ELEMENT_TYPES.get(dtype.name) for dtype in (values.dtype, stored))
+    if source and target and source.is_ieee_float and target.is_ieee_float:
+        with np.errstate(invalid="ignore"):  # ml_dtypes warns of NaN
+            nan = np.isnan(values)
+        if nan.any():
+            converted[nan] = _nan_like(values[nan], stored)
+    return converted
+
+
+def _nan_like(values: Array, stored: np.dtype[Any]) -> Array:
+    """Return NaN of another IEEE 754 type with the signs and leading payload bits of NaN values."""
+    from_bits, to_bits = values.dtype.itemsize * 8, stored.itemsize * 8
+    from_payload = ELEMENT_TYPES[values.dtype.name].fraction_bits
+    to_payload = ELEMENT_TYPES[stored.name].fraction_bits
+    codes = values.view(f"u{from_bits // 8}").astype(np.uint64)
+    sign = codes >> np.uint64(from_bits - 1)
+    payload = codes & np.uint64((1 << from_payload) - 1)
+    if to_payload >= from_payload:
+        payload <<= np.uint64(to_payload - from_payload)
+    else:
+        payload >>= np.uint64(from_payload - to_payload)
+        payload[payload == 0] = 1 << (to_payload - 1)  # no payload at all would be infinity
+    exponent = np.uint64((1 << to_bits - 1) - (1 << to_payload))
+    whole = (sign << np.uint64(to_bits - 1)) | exponent | payload
+    nan: Array = whole.astype(f"u{to_bits // 8}").view(stored)
+    return nan
+
+
+def _lost(values: Array, converted: Array, name: str, cast: Cast) -> Array:
+    """Return a mask of the elements that a conversion loses."""
+    lost = np.zeros(values.shape, bool)
+    limits = ELEMENT_TYPES[name].range
+    if limits is not None:  # wrapped integers come back as they were
+        rounded = values
+        if values.dtype.kind not in "iub":
+            rounded = np.rint(values.real.astype(np.float64))
+        lost = ~((rounded >= limits[0]) & (rounded < limits[1]))
+    if cast == "allow":
+        return lost
+    lost |= _differ(_converted(converted, values.dtype), values)
+    if values.dtype.kind in "iu" and ELEMENT_TYPES[name].kind == "float":
+        # Values that are rounded up to the end of the range do not come back reliably.
+        lost |= converted.astype(np.float64) >= float(np.iinfo(values.dtype).max + 1)
+    return lost
+
+
+def _differ(a: Array, b: Array) -> Array:
+    """Compare bit by bit."""
+    if a.dtype.kind == "c":
+        return _differ(a.real, b.real) | _differ(a.imag, b.imag)
+    code = f"u{a.dtype.itemsize}"
+    differ: Array = np.asarray(a.view(code) != b.view(code))
+    return differ
+
+
+def is_sparse(array: Any) -> bool:
+    """Return whether an array, or each chunk of a dask array, is one of pydata/sparse."""
+    kind = type(getattr(array, "_meta", array))
+    return kind.__module__.partition(".")[0] == "sparse"
+
+
+def densified(array: Any) -> Any:
+    """Return the values of a sparse array as a dense one, lazily if it is lazy."""
+    if not is_sparse(array):
+        return array
+    if hasattr(array, "dask"):
+        meta = np.empty((0,) * array.ndim, array.dtype)
+        return array.map_blocks(densified, dtype=array.dtype, meta=meta)
+    return array.todense()
