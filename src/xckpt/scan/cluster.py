@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -17,7 +18,7 @@ from xckpt.errors import warn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-# Seconds without workers until a warning.
+# Seconds without workers until a warning, or without a result until tasks of dead workers move.
 _PATIENCE = 3
 
 
@@ -70,30 +71,74 @@ def on_cluster(
         return
     token = f"xckpt-{uuid4().hex}"
     workers = placed([file_and_size(task) for task in tasks], client.nthreads())
-    futures = {}
+    submitted: dict[Any, tuple[Any, str | None]] = {}
     for number, (task, worker) in enumerate(zip(tasks, workers, strict=True)):
         target = {} if worker is None else {"workers": [worker], "allow_other_workers": True}
-        key = f"{token}-{number}"
-        futures[client.submit(work, task, pure=False, key=key, **target)] = task
-    for future, result in results_of(client, list(futures)):
-        deliver(futures.pop(future), result)
+        future = client.submit(work, task, pure=False, key=f"{token}-{number}", **target)
+        submitted[future] = task, worker
+
+    def move(futures: set[Any]) -> dict[Any, Any]:
+        """Submit tasks again that wait for a worker that has died."""
+        # A task whose worker dies while no other one is there waits for that address for ever.
+        # https://github.com/dask/distributed/issues/7346
+        alive = client.nthreads()
+        lost = [future for future in futures if submitted[future][1] not in {None, *alive}]
+        if not lost or not alive:
+            return {}
+        running = {key for keys in client.processing().values() for key in keys}
+        moved = {}
+        for future in lost:
+            if future.key not in running:
+                task, _ = submitted.pop(future)
+                moved[future] = client.submit(work, task, pure=False, key=f"{future.key}-again")
+                submitted[moved[future]] = task, None
+        return moved
+
+    for future, result in results_of(client, list(submitted), move):
+        task, _ = submitted.pop(future)
+        deliver(task, result)
         future.release()
 
 
-def results_of(client: Any, futures: list[Any]) -> Iterator[tuple[Any, Any]]:
+def results_of(
+    client: Any,
+    futures: list[Any],
+    move: Callable[[set[Any]], dict[Any, Any]] = lambda _: {},
+) -> Iterator[tuple[Any, Any]]:
     """Yield futures with their results, as they arrive; cancel the others after an error."""
+    # After some seconds without a result, `move` returns futures that take the place of others.
     from distributed import as_completed
 
-    completed: Any = as_completed  # untyped
     if futures:
         _report_missing_workers(client)
-    remaining = set(futures)
+    start: Any = as_completed  # untyped
+    completed = start(futures, with_results=True)
+    remaining, replaced = set(futures), set[Any]()
     try:
-        for future, result in completed(futures, with_results=True):
-            remaining.discard(future)
-            yield future, result
+        while remaining:
+            if not _has_result(completed):
+                moved = move(remaining)
+                replaced.update(moved)
+                remaining = remaining.difference(moved).union(moved.values())
+                completed.update(moved.values())
+                continue
+            future, result = next(completed)
+            if future in remaining:
+                remaining.discard(future)
+                yield future, result
     finally:
-        client.cancel(list(remaining))
+        client.cancel([*remaining, *replaced])
+
+
+def _has_result(completed: Any) -> bool:
+    """Wait some seconds for a result."""
+    end = monotonic() + _PATIENCE
+    while not completed.has_ready():
+        if monotonic() > end:
+            return False
+        with completed.thread_condition:
+            completed.thread_condition.wait(0.1)  # as its own iterator does
+    return True
 
 
 def _report_missing_workers(client: Any) -> None:
