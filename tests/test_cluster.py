@@ -7,14 +7,17 @@ import pickle
 import signal
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dask
 import numpy as np
 import pytest
 import xarray as xr
+from safetensors.numpy import save
 
 import xckpt
+from tests.storage.s3_server import BUCKET, S3Server
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning
@@ -202,3 +205,96 @@ def test_a_killed_worker_costs_time_and_nothing_else(path: Path, client: Any) ->
     victim = next(iter(client.run(os.getpid).values()))
     os.kill(victim, signal.SIGKILL)
     assert [float(future[0]) for future in client.gather(futures)] == [4.0 * n for n in range(100)]
+
+
+class Store:
+    """A model and its copy in an object store, and two processes that read them."""
+
+    def __init__(self, server: S3Server, client: Any) -> None:
+        self.server = server
+        self.client = client
+
+    def __call__(self, scan: str) -> xr.Dataset:
+        function, *models = SCANS[scan]
+        urls = [f"s3://{BUCKET}/{model}.safetensors" for model in models]
+        options = {"storage_options": self.server.options, "cache": False, "progress": False}
+        result: xr.Dataset = function(*urls, **options)
+        return result
+
+    def on_threads(self, scan: str) -> xr.Dataset:
+        with dask.config.set(scheduler="threads"):
+            self.server.forget()
+            result = self(scan)
+        assert self.server.requests
+        return result
+
+    def kill(self, requests: int, count: int) -> threading.Thread:
+        """Kill some processes once the store has received some requests."""
+        self.client.wait_for_workers(2)
+        victims = list(self.client.run(os.getpid).values())[:count]
+        self.server.forget()
+
+        def wait_and_kill() -> None:
+            while len(self.server.requests) < requests:
+                time.sleep(0.001)
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
+
+        thread = threading.Thread(target=wait_and_kill, daemon=True)
+        thread.start()
+        return thread
+
+
+SCANS: dict[str, Any] = {
+    "stats": (xckpt.stats, "m"),
+    "stats by channel": (partial(xckpt.stats, dim=-1), "m"),
+    "histogram": (xckpt.histogram, "m"),
+    "spectrum": (xckpt.spectrum, "m"),
+    "compare": (xckpt.compare, "m", "half"),
+    "explain": (partial(xckpt.compare, explain=True), "m", "half"),
+}
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    distributed: Any = pytest.importorskip("distributed")
+    for package in ("obstore", "boto3", "moto", "flask", "flask_cors"):
+        pytest.importorskip(package, reason=f"needs {package}: pip install obstore 'moto[server]'")
+    rng = np.random.default_rng(0)
+    model = {
+        f"model.layers.{layer}.{module}.weight": rng.standard_normal((256, 1024)).astype("f4")
+        for layer in range(12)
+        for module in ("self_attn.q_proj", "mlp.up_proj")
+    }
+    half = {name: values.astype("f2").astype("f4") for name, values in model.items()}
+    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "processes": True}
+    with S3Server() as server:
+        server.put(**{"m.safetensors": save(model), "half.safetensors": save(half)})
+        with (
+            distributed.LocalCluster(dashboard_address=":0", **options) as cluster,
+            distributed.Client(cluster) as client,
+        ):
+            yield Store(server, client)
+
+
+@pytest.mark.slow
+class TestProcessesWithAnObjectStore:
+    @pytest.mark.parametrize("scan", SCANS)
+    def test_results_are_those_of_threads_to_the_bit(self, store: Store, scan: str) -> None:
+        store.server.latency = 0
+        expected = store.on_threads(scan)
+        read = store.client.run(os.getpid)
+        assert os.getpid() not in read.values()
+        xr.testing.assert_identical(store(scan), expected)
+
+    @pytest.mark.parametrize(
+        ("scan", "count"), [("stats", 1), ("stats", 2), ("compare", 2), ("spectrum", 1)]
+    )
+    def test_killed_processes_change_no_bit(self, store: Store, scan: str, count: int) -> None:
+        expected = store.on_threads(scan)
+        store.server.latency = 0.05
+        killing = store.kill(len(store.server.requests) // 2 + 1, count)
+        result = store(scan)
+        killing.join(timeout=0)
+        assert not killing.is_alive()
+        xr.testing.assert_identical(result, expected)

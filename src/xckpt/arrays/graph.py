@@ -100,6 +100,8 @@ def read_small(array: da.Array) -> Any:
 
 def active_client() -> Any:
     """Return the client of the cluster that dask computes on, or None."""
+    if dask.config.get("scheduler", None) not in {None, "dask.distributed", "distributed"}:
+        return None  # the user chose threads or processes
     # While another thread imports the package, there is no client yet.
     default_client = getattr(sys.modules.get("distributed"), "default_client", None)
     with suppress(ValueError):

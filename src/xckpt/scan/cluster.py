@@ -71,31 +71,31 @@ def on_cluster(
         return
     token = f"xckpt-{uuid4().hex}"
     workers = placed([file_and_size(task) for task in tasks], client.nthreads())
-    of_futures: dict[Any, tuple[Any, str | None]] = {}
+    submitted: dict[Any, tuple[Any, str | None]] = {}
     for number, (task, worker) in enumerate(zip(tasks, workers, strict=True)):
         target = {} if worker is None else {"workers": [worker], "allow_other_workers": True}
         future = client.submit(work, task, pure=False, key=f"{token}-{number}", **target)
-        of_futures[future] = task, worker
+        submitted[future] = task, worker
 
     def move(futures: set[Any]) -> dict[Any, Any]:
-        """Submit tasks again whose worker has died, and which no worker has."""
-        # If no other worker is there when a worker dies, its tasks wait for its address for ever.
+        """Submit tasks again that wait for a worker that has died."""
+        # A task whose worker dies while no other one is there waits for that address for ever.
         # https://github.com/dask/distributed/issues/7346
-        alive = {None, *client.nthreads()}
-        waiting = [future for future in futures if of_futures[future][1] not in alive]
-        if not waiting or alive == {None}:
+        alive = client.nthreads()
+        lost = [future for future in futures if submitted[future][1] not in {None, *alive}]
+        if not lost or not alive:
             return {}
         running = {key for keys in client.processing().values() for key in keys}
         moved = {}
-        for future in waiting:
+        for future in lost:
             if future.key not in running:
-                task, _ = of_futures.pop(future)
+                task, _ = submitted.pop(future)
                 moved[future] = client.submit(work, task, pure=False, key=f"{future.key}-again")
-                of_futures[moved[future]] = task, None
+                submitted[moved[future]] = task, None
         return moved
 
-    for future, result in results_of(client, list(of_futures), move):
-        task, _ = of_futures.pop(future)
+    for future, result in results_of(client, list(submitted), move):
+        task, _ = submitted.pop(future)
         deliver(task, result)
         future.release()
 
@@ -111,8 +111,8 @@ def results_of(
 
     if futures:
         _report_missing_workers(client)
-    # Untyped.
-    completed: Any = as_completed(futures, with_results=True)  # type: ignore[no-untyped-call]
+    start: Any = as_completed  # untyped
+    completed = start(futures, with_results=True)
     remaining, replaced = set(futures), set[Any]()
     try:
         while remaining:
@@ -132,9 +132,9 @@ def results_of(
 
 def _has_result(completed: Any) -> bool:
     """Wait some seconds for a result."""
-    patience = monotonic() + _PATIENCE
+    end = monotonic() + _PATIENCE
     while not completed.has_ready():
-        if monotonic() > patience:
+        if monotonic() > end:
             return False
         with completed.thread_condition:
             completed.thread_condition.wait(0.1)  # as its own iterator does
