@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import xarray as xr
 from safetensors.numpy import save
 
 import xckpt
-from tests.storage.s3_server import BUCKET, S3Server
+from tests.storage.s3_server import BUCKET, S3Server, require_packages
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning
@@ -55,8 +56,8 @@ def test_a_task_is_less_than_two_kilobytes(path: Path) -> None:
     assert all(len(pickle.dumps(task)) < 1024 * 1024 for task in tasks)
 
 
-@pytest.fixture
-def client() -> Iterator[Any]:
+@contextmanager
+def two_processes() -> Iterator[Any]:
     distributed: Any = pytest.importorskip("distributed")
     options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "processes": True}
     with (
@@ -64,6 +65,12 @@ def client() -> Iterator[Any]:
         distributed.LocalCluster(dashboard_address=":0", **options) as cluster,
         distributed.Client(cluster) as client,
     ):
+        yield client
+
+
+@pytest.fixture
+def client() -> Iterator[Any]:
+    with two_processes() as client:
         yield client
 
 
@@ -221,6 +228,12 @@ class Store:
         result: xr.Dataset = function(*urls, **options)
         return result
 
+    @property
+    def transitions(self) -> int:
+        """Number of changes of tasks in the scheduler of the cluster."""
+        count: int = self.client.cluster.scheduler.transition_counter
+        return count
+
     def on_threads(self, scan: str) -> xr.Dataset:
         with dask.config.set(scheduler="threads"):
             self.server.forget()
@@ -257,9 +270,7 @@ SCANS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[Store]:
-    distributed: Any = pytest.importorskip("distributed")
-    for package in ("obstore", "boto3", "moto", "flask", "flask_cors"):
-        pytest.importorskip(package, reason=f"needs {package}: pip install obstore 'moto[server]'")
+    require_packages()
     rng = np.random.default_rng(0)
     model = {
         f"model.layers.{layer}.{module}.weight": rng.standard_normal((256, 1024)).astype("f4")
@@ -267,13 +278,9 @@ def store() -> Iterator[Store]:
         for module in ("self_attn.q_proj", "mlp.up_proj")
     }
     half = {name: values.astype("f2").astype("f4") for name, values in model.items()}
-    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "processes": True}
     with S3Server() as server:
         server.put(**{"m.safetensors": save(model), "half.safetensors": save(half)})
-        with (
-            distributed.LocalCluster(dashboard_address=":0", **options) as cluster,
-            distributed.Client(cluster) as client,
-        ):
+        with two_processes() as client:
             yield Store(server, client)
 
 
@@ -282,10 +289,21 @@ class TestProcessesWithAnObjectStore:
     @pytest.mark.parametrize("scan", SCANS)
     def test_results_are_those_of_threads_to_the_bit(self, store: Store, scan: str) -> None:
         store.server.latency = 0
+        transitions = store.transitions
         expected = store.on_threads(scan)
-        read = store.client.run(os.getpid)
-        assert os.getpid() not in read.values()
+        assert store.transitions == transitions  # the scheduler of the cluster did nothing
+        assert os.getpid() not in store.client.run(os.getpid).values()
+        transitions = store.transitions
         xr.testing.assert_identical(store(scan), expected)
+        assert store.transitions > transitions
+
+    def test_a_client_that_is_the_scheduler_is_used(self, store: Store) -> None:
+        store.server.latency = 0
+        for scheduler in (store.client, store.client.get):
+            transitions = store.transitions
+            with store.client.as_current(), dask.config.set(scheduler=scheduler):
+                store("stats")
+            assert store.transitions > transitions
 
     @pytest.mark.parametrize(
         ("scan", "count"), [("stats", 1), ("stats", 2), ("compare", 2), ("spectrum", 1)]

@@ -16,7 +16,7 @@ import pytest
 import xckpt
 from tests.formats.safetensors_files import entry, safetensors_file
 from tests.storage.hub_server import HubServer, Repository
-from tests.storage.s3_server import BUCKET, S3Server
+from tests.storage.s3_server import BUCKET, S3Server, require_packages
 from xckpt.cli import main
 from xckpt.errors import CheckpointWarning, FormatError, MissingShardError
 from xckpt.storage import hub, objects
@@ -84,8 +84,7 @@ def forget_the_hub() -> None:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:
-    for package in ("obstore", "boto3", "moto", "flask", "flask_cors"):
-        pytest.importorskip(package, reason=f"needs {package}")
+    require_packages()
     with S3Server() as server:
         yield server
 

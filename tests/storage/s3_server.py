@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from tests.storage.servers import Listening, url_of
 
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BUCKET = "bucket"
+
+
+def require_packages() -> None:
+    """Skip tests that need an S3 server where its packages are missing."""
+    for package in ("obstore", "boto3", "moto", "flask", "flask_cors"):
+        reason = f"needs {package}: pip install obstore 'moto[server]'"
+        pytest.importorskip(package, reason=reason)
 
 
 class S3Server(Listening):

@@ -20,7 +20,7 @@ import pytest
 import xarray as xr
 
 import xckpt
-from tests.storage.s3_server import BUCKET, S3Server
+from tests.storage.s3_server import BUCKET, S3Server, require_packages
 from tests.test_stacking import zt
 from xckpt.errors import FileChangedError
 from xckpt.storage import objects, open_source, stores
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-for package in ("obstore", "boto3", "moto", "flask", "flask_cors"):
-    pytest.importorskip(package, reason=f"needs {package}: pip install obstore 'moto[server]'")
+require_packages()
 
 BIG = np.arange(1 << 18, dtype="<f4").reshape(512, 512)
 ARRAYS = {"big": BIG} | {f"layers.{n}.w": np.full((3, 40), n, "<f4") for n in range(300)}

@@ -100,8 +100,14 @@ def read_small(array: da.Array) -> Any:
 
 def active_client() -> Any:
     """Return the client of the cluster that dask computes on, or None."""
-    if dask.config.get("scheduler", None) not in {None, "dask.distributed", "distributed"}:
-        return None  # the user chose threads or processes
+    # The choices of `dask.base.get_scheduler`, which imports distributed.
+    scheduler = dask.config.get("scheduler", None)
+    scheduler = getattr(scheduler, "__self__", scheduler)  # client.get
+    if "Client" in type(scheduler).__name__:
+        return scheduler
+    is_default = scheduler is None or str(scheduler).lower() in {"distributed", "dask.distributed"}
+    if not is_default:
+        return None
     # While another thread imports the package, there is no client yet.
     default_client = getattr(sys.modules.get("distributed"), "default_client", None)
     with suppress(ValueError):

@@ -82,7 +82,8 @@ def on_cluster(
         # A task whose worker dies while no other one is there waits for that address for ever.
         # https://github.com/dask/distributed/issues/7346
         alive = client.nthreads()
-        lost = [future for future in futures if submitted[future][1] not in {None, *alive}]
+        valid = {None, *alive}
+        lost = [future for future in futures if submitted[future][1] not in valid]
         if not lost or not alive:
             return {}
         running = {key for keys in client.processing().values() for key in keys}
