@@ -145,6 +145,90 @@ def test_save_writes_the_elements(layout: Opened, compression: str | None, tmp_p
     assert_same(tmp_path / "new.zt", name, expected)
 
 
+def in_memory_beside(layout: Opened, expected: np.ndarray) -> tuple[xr.Dataset, xr.Dataset]:
+    """Return the tensor of a layout alone, and the expected values under its name."""
+    ds, name, _ = layout
+    alone = ds[[name]] if name in ds else ds.isel(h=1)
+    (variable,) = alone.data_vars
+    return alone, xr.Dataset({variable: (alone[variable].dims, expected)})
+
+
+# Sums follow the order of elements in the file.
+OTHER_ORDER = ("Fortran", "big-endian, Fortran", "sparse")
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_statistics_are_those_of_the_elements(kind: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[kind](tmp_path)
+    alone, beside = in_memory_beside(layout, layout[2])
+    rtol = 1e-12 if kind in OTHER_ORDER else 0
+    statistics = xckpt.stats(alone, progress=False, cache=False)
+    expected = xckpt.stats(beside, progress=False, cache=False)
+    xr.testing.assert_allclose(statistics, expected, rtol=rtol, atol=0)
+    (variable,) = alone.data_vars
+    values = layout[2]
+    if not np.iscomplexobj(values):
+        exact = statistics[variable].sel(statistic=["min", "max", "zero"]).values
+        assert exact.tolist() == [values.min(), values.max(), np.count_nonzero(values == 0)]
+
+
+def test_exact_quantiles_are_those_of_the_elements(layout: Opened) -> None:
+    alone, _ = in_memory_beside(layout, layout[2])
+    (variable,) = alone.data_vars
+    values = layout[2]
+    if np.iscomplexobj(values):
+        pytest.skip("complex numbers have no order")
+    quantiles = xckpt.stats(
+        alone, quantiles=[0.3], exact_quantiles=True, progress=False, cache=False
+    )
+    expected = np.quantile(values.astype(np.float64), 0.3, method="nearest")
+    assert quantiles[variable].sel(statistic="q0.3").item() == expected
+
+
+def test_a_histogram_counts_the_elements(layout: Opened) -> None:
+    alone, beside = in_memory_beside(layout, layout[2])
+    histogram = xckpt.histogram(alone, progress=False, cache=False)
+    (variable,) = alone.data_vars
+    assert histogram[variable].sum() == layout[2].size
+    xr.testing.assert_equal(histogram, xckpt.histogram(beside, progress=False, cache=False))
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_rows_and_columns_are_those_of_the_elements(layout: Opened, axis: int) -> None:
+    alone, _ = in_memory_beside(layout, layout[2])
+    (variable,) = alone.data_vars
+    values = layout[2]
+    if np.iscomplexobj(values):
+        pytest.skip("complex numbers have no order")
+    rows = xckpt.stats(alone, dim=axis, progress=False, cache=False)[variable]
+    extremes = rows.sel(statistic=["min", "max"]).transpose("statistic", ...)
+    assert (extremes.values == [values.min(axis), values.max(axis)]).all()
+    mean = rows.sel(statistic="mean").values
+    np.testing.assert_allclose(mean, values.mean(axis, np.float64), rtol=1e-9, atol=1e-12)
+
+
+def test_a_comparison_sees_one_element(layout: Opened) -> None:
+    changed = layout[2].copy()
+    changed.flat[-1] = 1 if changed.flat[-1] == 0 else 0
+    for other, status in [(layout[2], "same"), (changed, "changed")]:
+        alone, beside = in_memory_beside(layout, other)
+        (row,) = xckpt.compare(alone, beside, progress=False, cache=False).ckpt.table().iloc
+        assert row.status == status
+        equal = (other == layout[2]).mean()
+        assert row.equal_fraction == pytest.approx(equal, rel=1e-12)
+
+
+def test_a_spectrum_is_that_of_the_elements(layout: Opened) -> None:
+    alone, beside = in_memory_beside(layout, layout[2])
+    if layout[2].ndim != 2 or layout[2].dtype.kind != "f":
+        pytest.skip("no matrix of real numbers")
+    spectrum = xckpt.spectrum(alone, progress=False, cache=False)
+    xr.testing.assert_equal(spectrum, xckpt.spectrum(beside, progress=False, cache=False))
+    (variable,) = alone.data_vars
+    largest = np.linalg.norm(layout[2].astype(np.float64), 2)
+    assert spectrum[variable].sel(statistic="spectral_norm") == pytest.approx(largest, rel=1e-6)
+
+
 def file_of(ds: xr.Dataset, name: str, folder: Path) -> Any:
     """Return the file of an object, or a new one for a selection and an object in memory."""
     source = ds.encoding.get("source")
