@@ -473,8 +473,8 @@ def _scan_cut(
     with locating(path=stream.place[0] or None, tensor=stream.name):
         if blocks is None:
             blocks = stream.blocks(cut.start, cut.stop, _thread.buffer)
-            if stream.step(_thread.buffer) % operation.leaf:
-                blocks = whole_leaves(blocks, operation.leaf)
+            if operation.leaf > 1 and stream.step(_thread.buffer) % stream.leaf:
+                blocks = whole_leaves(blocks, stream.leaf)
         update, is_stopped = accumulator.update, stop.is_set
         for start, columns in blocks:
             update(start, *columns)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from xckpt.arrays.kinds import kind_named
+from xckpt.arrays.kinds import kind_named, magnitudes
 from xckpt.arrays.streams import LEAF
 from xckpt.scan.scanning import BLOCK_NBYTES, Accumulator, MergeTree, runs
 from xckpt.statistics import block_loops
@@ -455,10 +455,12 @@ def codes_of(kind: Kind, values: Array) -> Array:
 
 
 def prepared(values: Array, kind: Kind) -> Array:
-    """Return values in the layout of the compiled loops: contiguous, aligned and writable."""
+    """Return values, or magnitudes, as the compiled loops need them: contiguous and writable."""
     dtype = kind.unsigned if kind.exact else kind.dtype
     if values.dtype != dtype:
-        if kind.exact and values.dtype.itemsize == dtype.itemsize:
+        if values.dtype.kind == "c":
+            values = magnitudes(values)
+        elif kind.exact and values.dtype.itemsize == dtype.itemsize:
             values = values.view(dtype)
         else:
             values = values.astype(dtype)
