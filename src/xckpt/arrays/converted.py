@@ -11,8 +11,10 @@ zeros; ``"allow"`` rounds; ``"never"`` is exact, and raises if a format does not
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -71,6 +73,8 @@ Cast = Literal["exact", "allow", "never"]
 BLOCK_NBYTES = 8 << 20
 # Largest tensor whose axes are turned in memory as a whole.
 _TURNED_NBYTES = 64 << 20
+
+_NOTHING = np.zeros(0, np.bool_)
 
 _thread = threading.local()
 
@@ -206,22 +210,26 @@ class Converted(ByteStream):
             yield from self.array.ranges(...)
 
     def elements(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
-        """Yield elements before their conversion, in the order of the bytes."""
+        """Return elements before their conversion, in the order of the bytes."""
         array = self.array
         if isinstance(array, LazyArray):
             array.require_expansion()
         if self.is_dask:
-            for rows in rows_of_chunks(array if self.order == "C" else array.T):
-                for position, columns in ArrayStream(rows).blocks(0, rows.size):
-                    yield start + position, columns
-                start += rows.size
-        elif self.is_turned or self.order == "F":
-            yield from self._turned_elements().blocks(start, stop)
-        elif isinstance(array, DenseArray):
-            yield from self._stored_elements(array, start, stop, buffer)
-        else:
-            stream = StoredStream(array) if isinstance(array, BlockArray) else ArrayStream(array)
-            yield from stream.blocks(start, stop, buffer)
+            return self._computed_elements()
+        if self.is_turned or self.order == "F":
+            return self._turned_elements().blocks(start, stop)
+        if isinstance(array, DenseArray):
+            return self._stored_elements(array, start, stop, buffer)
+        stream = StoredStream(array) if isinstance(array, BlockArray) else ArrayStream(array)
+        return stream.blocks(start, stop, buffer)
+
+    def _computed_elements(self) -> Iterator[Block]:
+        """Compute all elements of a dask array, a row of chunks at a time."""
+        start = 0
+        for rows in rows_of_chunks(self.array if self.order == "C" else self.array.T):
+            for position, columns in ArrayStream(rows).blocks(0, rows.size):
+                yield start + position, columns
+            start += rows.size
 
     def _turned_elements(self) -> ArrayStream:
         """Return the elements in the other order than the stored one, or the one in memory."""
@@ -372,23 +380,39 @@ def convert(
         if not (codes & 0xFFFF).any():
             return _little((codes >> 16).astype(np.uint16).view(stored))
     converted = _converted(values, stored)
-    source = element_type(native)
-    if source is None or not holds(name, source):
-        lost = _lost(values, converted, name, cast)
-        if lost.any():
-            number = int(np.argmax(lost))
-            index = np.unravel_index(number, lost.shape)
-            place = list(map(int, index)) if position is None else list(position(number))
-            hint = "cast='allow' rounds; ds.drop_encoding() writes the values as they are"
-            if cast == "allow":
-                hint = "Convert it with .astype(...) first"
-            reason = f"element {place} is {values[index]}, which {name} cannot hold"
-            raise UnsupportedError(reason, tensor=tensor, rule="Cast", hint=hint)
+    lost = _lost(values, converted, name, cast) if _can_lose(native, name, cast) else _NOTHING
+    if lost.any():
+        number = int(np.argmax(lost))
+        index = np.unravel_index(number, lost.shape)
+        place = list(map(int, index)) if position is None else list(position(number))
+        hint = "cast='allow' rounds; ds.drop_encoding() writes the values as they are"
+        if cast == "allow":
+            hint = "Convert it with .astype(...) first"
+        reason = f"element {place} is {values[index]}, which {name} cannot hold"
+        raise UnsupportedError(reason, tensor=tensor, rule="Cast", hint=hint)
     return _little(converted)
 
 
 def _little(values: Array) -> Array:
+    if sys.byteorder == "little" and values.dtype.isnative:
+        return values
     return values.astype(values.dtype.newbyteorder("<"), copy=False)
+
+
+@lru_cache
+def _can_lose(dtype: np.dtype[Any], name: str, cast: Cast) -> bool:
+    """Return whether the elements have to be checked for some that a conversion loses."""
+    source = element_type(dtype)
+    if source is not None and holds(name, source):
+        return False
+    return cast != "allow" or ELEMENT_TYPES[name].range is not None
+
+
+@lru_cache
+def _has_payloads(*dtypes: np.dtype[Any]) -> bool:
+    """Return whether all types are of IEEE 754, so that the payloads of NaN are kept."""
+    types = [ELEMENT_TYPES.get(dtype.name) for dtype in dtypes]
+    return all(element is not None and element.is_ieee_float for element in types)
 
 
 def _converted(values: Array, stored: np.dtype[Any]) -> Array:
@@ -403,14 +427,11 @@ def _converted(values: Array, stored: np.dtype[Any]) -> Array:
         return _converted(values.real, stored)
     if stored.kind in "iu" and values.dtype.kind not in "iub":
         values = np.rint(values)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # ml_dtypes warns of NaN
         converted = values.astype(stored)
-    source, target = (ELEMENT_TYPES.get(dtype.name) for dtype in (values.dtype, stored))
-    if source and target and source.is_ieee_float and target.is_ieee_float:
-        with np.errstate(invalid="ignore"):  # ml_dtypes warns of NaN
-            nan = np.isnan(values)
-        if nan.any():
-            converted[nan] = _nan_like(values[nan], stored)
+        nan = np.isnan(values) if _has_payloads(values.dtype, stored) else _NOTHING
+    if nan.any():
+        converted[nan] = _nan_like(values[nan], stored)
     return converted
 
 

@@ -117,6 +117,11 @@ class OnePartArray(LazyArray):
         """The array with its elements in their stored types, except for booleans."""
         return self
 
+    @property
+    def undecoded_dtype(self) -> np.dtype[Any]:
+        """The dtype of `undecoded`."""
+        return self.dtype
+
     @abstractmethod
     def flattened(self) -> OnePartArray:
         """Return all elements as one axis, in the order in which they are stored."""
@@ -208,11 +213,17 @@ class DenseArray(OnePartArray):
     @property
     def undecoded(self) -> DenseArray:
         """See `OnePartArray.undecoded`."""
-        is_bool = ELEMENT_TYPES[self.reader.part.dtype].decoded == "bool"
-        if self.decode == is_bool:
-            return self
-        options: Any = {"order": self.order, "decode": is_bool, "strict": self.strict}
+        options: Any = {"order": self.order, "decode": self._is_bool, "strict": self.strict}
         return DenseArray(self.name, self.reader, self.shape, **options)
+
+    @property
+    def undecoded_dtype(self) -> np.dtype[Any]:
+        """See `OnePartArray.undecoded_dtype`."""
+        return (decoded_dtype if self._is_bool else stored_dtype)(self.reader.part.dtype)
+
+    @property
+    def _is_bool(self) -> bool:
+        return ELEMENT_TYPES[self.reader.part.dtype].decoded == "bool"
 
     def flattened(self) -> DenseArray:
         """Return all elements as one axis; see `OnePartArray.flattened`."""

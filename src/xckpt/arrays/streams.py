@@ -235,7 +235,7 @@ class StoredStream(ElementStream):
     @cached_property
     def kind(self) -> Kind:
         """Kind of the elements in their stored type; see `OnePartArray.undecoded`."""
-        return require_numbers(self.array.undecoded.dtype)
+        return require_numbers(self.array.undecoded_dtype)
 
     @property
     def shared_source(self) -> Source | None:

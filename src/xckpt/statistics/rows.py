@@ -170,7 +170,8 @@ class TableElements(Elements):
         """Return quantiles from the sorted rows."""
         n = self._number
         ranks = [np.rint((n - 1) * level).astype(np.int64) for level in levels]
-        return np.array([_at(self._ordered, rank, n) for rank in ranks]).reshape(len(ranks), len(n)).T
+        elements = [_at(self._ordered, rank, n) for rank in ranks]
+        return np.array(elements).reshape(len(ranks), len(n)).T
 
     def count_where(self, condition: Callable[[Array], Array]) -> Array:
         """Count the elements that meet a condition."""

@@ -139,9 +139,9 @@ class OpenFile:
 
     def expect(self, offset: int, nbytes: int) -> None:
         """Start reading a range into the page cache, unless it is cached."""
-        if not hasattr(os, "posix_fadvise") or all(
-            self._is_cached(position) for position in (offset, offset + nbytes - 1)
-        ):
+        if not hasattr(os, "posix_fadvise"):
+            return
+        if self._is_cached(offset) and self._is_cached(offset + nbytes - 1):
             return
         # A call reads no more than the device accepts in one request.
         for start in range(offset, offset + nbytes, _READAHEAD_NBYTES):
@@ -158,7 +158,7 @@ class OpenFile:
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill memory from a position in the file, and return the number of bytes read."""
         if _HAS_PREADV:
-            nbytes = len(memory)
+            nbytes = memory.nbytes
             if nbytes <= _READ_NBYTES and os.preadv(self.fileno, [memory], offset) == nbytes:
                 return nbytes
             return _read_fully(
