@@ -18,9 +18,9 @@ import sys
 from contextlib import suppress
 from dataclasses import fields
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, chain, product, repeat
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -160,12 +160,12 @@ class ElementStream:
 def of_tensor(lazy: LazyArray, name: str = "") -> ElementStream:
     """Return the elements of a tensor of a file, in the order in which they are stored."""
     stream: ElementStream
-    if isinstance(lazy, UnreadableArray):
-        return UnreadableStream(lazy)
-    if isinstance(lazy, SparseArray) and 0 not in lazy.shape:
-        stream = SparseStream(lazy)
-    elif isinstance(lazy, OnePartArray) and not (lazy.order == "F" and lazy.dtype.kind == "c"):
+    if isinstance(lazy, OnePartArray) and not (lazy.order == "F" and lazy.dtype.kind == "c"):
         stream = StoredStream(lazy)
+    elif isinstance(lazy, UnreadableArray):
+        return UnreadableStream(lazy)
+    elif isinstance(lazy, SparseArray) and 0 not in lazy.shape:
+        stream = SparseStream(lazy)
     else:
         stream = ArrayStream(lazy)
     _ = stream.kind  # raises for elements that are not numbers
@@ -277,21 +277,20 @@ def raw_blocks(
     lazy: Any, dtype: np.dtype[Any], start: int, stop: int, buffer: Array
 ) -> Iterator[Block]:
     """Read raw elements into a buffer, as elements of a dtype."""
-    # As few steps as possible: the threads of a scan wait for each other in them.
     itemsize = dtype.itemsize
     memory = buffer[: len(buffer) // itemsize * itemsize]
     elements = memory.view(dtype)
     reader = lazy.reader
     offset, nbytes = reader.part.offset + start * itemsize, (stop - start) * itemsize
     if not nbytes:
-        return  # an empty tensor needs no file
+        return iter(())  # an empty tensor needs no file
     reader.check(lazy.part_nbytes)
-    count = len(elements)
-    for _ in reader.source.blocks_in(memory.data, offset, nbytes):
-        if start + count > stop:
-            elements = elements[: stop - start]
-        yield start, (elements,)
-        start += count
+    # No generator: the threads of a scan wait for each other in its steps.
+    whole, last = divmod(stop - start, len(elements))
+    columns = chain(repeat((elements,), whole), [(elements[:last],)])
+    blocks = reader.source.blocks_in(memory.data, offset, nbytes)
+    starts = range(start, stop, len(elements))
+    return map(itemgetter(0, 1), zip(starts, columns, blocks, strict=False))
 
 
 class SparseStream(ElementStream):

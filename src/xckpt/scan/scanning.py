@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -343,8 +343,10 @@ def _run_on_threads(
     one_at_a_time = threading.Lock()
 
     def work(task: list[Cut]) -> list[Any]:
+        if len(task) <= _MANY:
+            return scan_cuts(task, operation, stopped)
         # Small tensors keep the interpreter busy, so that several threads are slower than one.
-        with one_at_a_time if len(task) > _MANY else nullcontext():
+        with one_at_a_time:
             return scan_cuts(task, operation, stopped)
 
     count = cpu_count()
