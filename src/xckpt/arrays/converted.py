@@ -136,7 +136,7 @@ class StoredBytes(ByteStream):
                 yield start, (np.frombuffer(block, np.uint8),)
                 start += len(block)
             return
-        self.reader.read(0, 0, self.array.part_nbytes)  # checks its size
+        self.reader.check(self.array.part_nbytes)
         if self.is_range:
             source, offset = self.reader.source, self.reader.part.offset + start
             for block in source.blocks_in(buffer.data, offset, stop - start):
