@@ -65,6 +65,11 @@ exclude : str, iterable of str, re.Pattern or callable, optional
 only : {"weights"}, optional
     Select the tensors of the model itself: no averages of weights, and no state of an optimizer or
     of the training.
+skip_unreadable : bool, default False
+    Leave out tensors that cannot be read, because a shard is missing or a file is damaged, or that
+    the format cannot store; a warning lists them. Otherwise they are an error.
+overwrite : bool, default False
+    Replace an existing file.
 progress : bool or callable, optional
     Whether to show a progress bar; by default it appears after a moment in a terminal or notebook.
     A function is called as ``f(done, total)``, with numbers of bytes: `done` never decreases, and

@@ -75,6 +75,31 @@ def test_each_row_is_described_alone(
     np.testing.assert_allclose(st["lazy"], st["x"], rtol=1e-13)
 
 
+def test_rows_have_the_same_bits_in_every_memory_order_and_in_chunks() -> None:
+    values = np.random.default_rng(0).standard_normal((70, 900))
+    orders = {"c": values, "f": np.asfortranarray(values), "d": da.from_array(values, (20, 300))}
+    ds = xr.Dataset({name: (("row", "column"), array) for name, array in orders.items()})
+    for dim in ("row", "column"):
+        st = stats(ds, dim=dim)
+        np.testing.assert_array_equal(st["f"].values, st["c"].values)
+        np.testing.assert_array_equal(st["d"].values, st["c"].values)
+
+
+def test_bits_of_a_row_of_integers_do_not_depend_on_other_rows() -> None:
+    small = np.random.default_rng(0).integers(-50, 50, (1, 333))
+    both = np.concatenate([small, np.full((1, 333), 1 << 60)])
+    alone, together = (stats({"w": array}, dim=-1)["w"].values[:, 0] for array in (small, both))
+    np.testing.assert_array_equal(alone, together)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_variables_without_elements_have_empty_rows(shape: tuple[int, int], dim: int) -> None:
+    st = stats({"w": np.zeros(shape, np.float32)}, dim=dim)
+    assert st["w"].shape == (len(st["statistic"]), shape[1 - dim])
+    assert (st["w"].sel(statistic="count") == 0).all()
+
+
 def test_coordinates_of_kept_dimensions_stay() -> None:
     st = stats(dataset(), dim=["row", "column"])
     assert st["layer"].values.tolist() == [0, 1, 2, 5, 6, 7]

@@ -68,7 +68,7 @@ class BlockArray(OnePartArray):
             start = self.reader.part.offset + first * block.nbytes
             yield self.reader.source, start, (end - first) * block.nbytes
 
-    def _flattened(self) -> BlockArray:
+    def flattened(self) -> BlockArray:
         """Return all elements as one axis: blocks follow each other whatever the rows are."""
         return BlockArray(self.name, self.reader, (prod(self.shape),), self.block_type)
 

@@ -11,20 +11,28 @@ zeros; ``"allow"`` rounds; ``"never"`` is exact, and raises if a format does not
 
 from __future__ import annotations
 
+import sys
 import threading
-from copy import copy
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray, OnePartArray
 from xckpt.arrays.kinds import kind_named
-from xckpt.arrays.lazy import LazyArray, dense_values, flat_blocks
+from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.parts import has_byte_each
-from xckpt.arrays.streams import ElementStream, raw_blocks
+from xckpt.arrays.streams import (
+    ArrayStream,
+    ElementStream,
+    StoredStream,
+    Transposed,
+    raw_blocks,
+)
 from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.storage.encodings import STREAMS
@@ -66,6 +74,8 @@ BLOCK_NBYTES = 8 << 20
 # Largest tensor whose axes are turned in memory as a whole.
 _TURNED_NBYTES = 64 << 20
 
+_NOTHING = np.zeros(0, np.bool_)
+
 _thread = threading.local()
 
 
@@ -80,11 +90,10 @@ def thread_buffer() -> Array:
 class ByteStream(ElementStream):
     """The bytes of an array in the form of another file; positions count bytes."""
 
-    kind = kind_named("uint8")
     array: Any = None
 
     def __init__(self, name: str, size: int) -> None:
-        self.name = name
+        self.name, self.kind = name, kind_named("uint8")
         self.size = self.nbytes = size
 
     def memories(self) -> Iterator[memoryview]:
@@ -98,7 +107,7 @@ class StoredBytes(ByteStream):
     def __init__(self, array: OnePartArray, *, is_verbatim: bool = False) -> None:
         part = array.reader.part
         super().__init__(array.name, part.nbytes if is_verbatim else array.part_nbytes)
-        self.array = _passing(array)
+        self.array = array.passing()
         self.reader: PartReader = self.array.reader
         self.is_verbatim = is_verbatim
         self.is_checked = self.reader.is_checked
@@ -127,7 +136,7 @@ class StoredBytes(ByteStream):
                 yield start, (np.frombuffer(block, np.uint8),)
                 start += len(block)
             return
-        self.reader.read(0, 0, self.array.part_nbytes)  # checks its size
+        self.reader.check(self.array.part_nbytes)
         if self.is_range:
             source, offset = self.reader.source, self.reader.part.offset + start
             for block in source.blocks_in(buffer.data, offset, stop - start):
@@ -178,8 +187,8 @@ class Converted(ByteStream):
         self.is_small = stored <= _TURNED_NBYTES
         self.whole = self.is_dask
         if isinstance(array, DenseArray):
-            self.whole = array.reader.part.encoding in STREAMS
-            self.whole |= self.is_small if self.is_turned else array.reader.is_checked
+            is_late = self.is_small if self.is_turned else array.reader.is_checked
+            self.whole = array.is_stream or is_late
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
         """Read and convert a range of the elements."""
@@ -188,7 +197,7 @@ class Converted(ByteStream):
         first, last = start * per_byte // itemsize, min(stop * per_byte // itemsize, count)
         blocks: Iterator[Array] = (
             convert(values, self.dtype, self.cast, tensor=self.name, position=self._counted(at))
-            for at, values in self.elements(first, last, buffer)
+            for at, (values,) in self.elements(first, last, buffer)
         )
         for block in _packed(blocks) if self.is_packed else blocks:
             data = np.frombuffer(as_bytes(block), np.uint8)
@@ -200,34 +209,54 @@ class Converted(ByteStream):
         if start == 0 and isinstance(self.array, LazyArray):
             yield from self.array.ranges(...)
 
-    def elements(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Yield elements before their conversion, in the order of the bytes, with positions."""
+    def elements(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
+        """Return elements before their conversion, in the order of the bytes."""
         array = self.array
         if isinstance(array, LazyArray):
             array.require_expansion()
-        if isinstance(array, DenseArray) and not self.is_turned:
-            yield from (
-                array.stream(BLOCK_NBYTES, compare=True)
-                if self.whole
-                else _stored_elements(array, start, stop, buffer)
-            )
-            return
-        if isinstance(array, LazyArray) and not self.is_turned and self.order == "C":
-            yield from array.flat(start, stop, buffer)
-            return
+        if self.is_dask:
+            return self._computed_elements()
+        if self.is_turned or self.order == "F":
+            return self._turned_elements().blocks(start, stop)
+        if isinstance(array, DenseArray):
+            return self._stored_elements(array, start, stop, buffer)
+        stream = StoredStream(array) if isinstance(array, BlockArray) else ArrayStream(array)
+        return stream.blocks(start, stop, buffer)
+
+    def _computed_elements(self) -> Iterator[Block]:
+        """Compute all elements of a dask array, a row of chunks at a time."""
+        start = 0
+        for rows in rows_of_chunks(self.array if self.order == "C" else self.array.T):
+            for position, columns in ArrayStream(rows).blocks(0, rows.size):
+                yield start + position, columns
+            start += rows.size
+
+    def _turned_elements(self) -> ArrayStream:
+        """Return the elements in the other order than the stored one, or the one in memory."""
+        array = self.array
         if self.is_turned:
             array = array.verified()
             if self.whole:
                 require_memory(array.nbytes, "It has to be turned as a whole")
                 array = array[...]
-        if not self.is_dask:
-            turned = array if self.order == "C" else _Transposed(array)
-            yield from flat_blocks(turned, start, stop, BLOCK_NBYTES)
-            return
-        for row in rows_of_chunks(array if self.order == "C" else array.T):
-            for position, values in flat_blocks(row, 0, row.size, BLOCK_NBYTES):
-                yield start + position, values
-            start += row.size
+        if self.order == "F":
+            array = Transposed(array, range(len(array.shape))[::-1])
+        stream = ArrayStream(array)
+        stream.piece_nbytes = BLOCK_NBYTES
+        return stream
+
+    def _stored_elements(
+        self, array: DenseArray, start: int, stop: int, buffer: Array
+    ) -> Iterator[Block]:
+        """Read elements in the order of the file."""
+        flat = array.passing().flattened()
+        if self.whole:
+            blocks = flat.stream(BLOCK_NBYTES, compare=True)
+        elif array.is_raw and flat.dtype == stored_dtype(array.reader.part.dtype):
+            return raw_blocks(flat, flat.dtype, start, stop, buffer)
+        else:
+            blocks = flat.blocks_in(buffer, start, stop)
+        return ((position, (values,)) for position, values in blocks)
 
     def _counted(self, first: int) -> Callable[[int], list[int]]:
         """Return a function from the number of an element in a block to its position."""
@@ -252,47 +281,10 @@ def bytes_of(
     return Converted(array, dtype, cast, order, name, is_packed=is_packed)
 
 
-def _passing(array: OnePartArray) -> OnePartArray:
-    """Return an array whose digest is compared while all bytes pass, and not before as well."""
-    if not array.reader.verify:
-        return array
-    array = copy(array)
-    array.reader = replace(array.reader, verify=None)
-    return array
-
-
 def is_turned(array: Any, order: str) -> bool:
     """Return whether a tensor of a file has its elements in the other order."""
     is_stored = isinstance(array, DenseArray) and array.order != order
     return is_stored and sum(n > 1 for n in array.shape) > 1
-
-
-def _stored_elements(
-    array: DenseArray, start: int, stop: int, buffer: Array
-) -> Iterator[tuple[int, Array]]:
-    """Read elements in the order of the file, into the buffer."""
-    count, dtype = prod(array.shape), array.dtype
-    reader = _passing(array).reader
-    flat = DenseArray(array.name, reader, (count,), decode=array.decode, strict=array.strict)
-    if array.is_raw and dtype == stored_dtype(reader.part.dtype):
-        yield from ((at, values) for at, (values,) in raw_blocks(flat, dtype, start, stop, buffer))
-        return
-    memory = buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
-    for position in range(start, stop, len(memory)):
-        values = memory[: stop - position]
-        flat.read_into(values, slice(position, position + len(values)))
-        yield position, values
-
-
-class _Transposed:
-    """An array with its axes in reverse."""
-
-    def __init__(self, array: Any) -> None:
-        self.array, self.shape, self.dtype = array, array.shape[::-1], array.dtype
-
-    def __getitem__(self, key: tuple[Any, ...]) -> Any:
-        key = (*key, *(slice(None) for _ in self.shape[len(key) :]))
-        return dense_values(self.array[key[::-1]]).T
 
 
 def rows_of_chunks(array: Any) -> Iterator[Any]:
@@ -388,23 +380,39 @@ def convert(
         if not (codes & 0xFFFF).any():
             return _little((codes >> 16).astype(np.uint16).view(stored))
     converted = _converted(values, stored)
-    source = element_type(native)
-    if source is None or not holds(name, source):
-        lost = _lost(values, converted, name, cast)
-        if lost.any():
-            number = int(np.argmax(lost))
-            index = np.unravel_index(number, lost.shape)
-            place = list(map(int, index)) if position is None else list(position(number))
-            hint = "cast='allow' rounds; ds.drop_encoding() writes the values as they are"
-            if cast == "allow":
-                hint = "Convert it with .astype(...) first"
-            reason = f"element {place} is {values[index]}, which {name} cannot hold"
-            raise UnsupportedError(reason, tensor=tensor, rule="Cast", hint=hint)
+    lost = _lost(values, converted, name, cast) if _can_lose(native, name, cast) else _NOTHING
+    if lost.any():
+        number = int(np.argmax(lost))
+        index = np.unravel_index(number, lost.shape)
+        place = list(map(int, index)) if position is None else list(position(number))
+        hint = "cast='allow' rounds; ds.drop_encoding() writes the values as they are"
+        if cast == "allow":
+            hint = "Convert it with .astype(...) first"
+        reason = f"element {place} is {values[index]}, which {name} cannot hold"
+        raise UnsupportedError(reason, tensor=tensor, rule="Cast", hint=hint)
     return _little(converted)
 
 
 def _little(values: Array) -> Array:
+    if sys.byteorder == "little" and values.dtype.isnative:
+        return values
     return values.astype(values.dtype.newbyteorder("<"), copy=False)
+
+
+@lru_cache
+def _can_lose(dtype: np.dtype[Any], name: str, cast: Cast) -> bool:
+    """Return whether the elements have to be checked for some that a conversion loses."""
+    source = element_type(dtype)
+    if source is not None and holds(name, source):
+        return False
+    return cast != "allow" or ELEMENT_TYPES[name].range is not None
+
+
+@lru_cache
+def _has_payloads(*dtypes: np.dtype[Any]) -> bool:
+    """Return whether all types are of IEEE 754, so that the payloads of NaN are kept."""
+    types = [ELEMENT_TYPES.get(dtype.name) for dtype in dtypes]
+    return all(element is not None and element.is_ieee_float for element in types)
 
 
 def _converted(values: Array, stored: np.dtype[Any]) -> Array:
@@ -419,14 +427,11 @@ def _converted(values: Array, stored: np.dtype[Any]) -> Array:
         return _converted(values.real, stored)
     if stored.kind in "iu" and values.dtype.kind not in "iub":
         values = np.rint(values)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # ml_dtypes warns of NaN
         converted = values.astype(stored)
-    source, target = (ELEMENT_TYPES.get(dtype.name) for dtype in (values.dtype, stored))
-    if source and target and source.is_ieee_float and target.is_ieee_float:
-        with np.errstate(invalid="ignore"):  # ml_dtypes warns of NaN
-            nan = np.isnan(values)
-        if nan.any():
-            converted[nan] = _nan_like(values[nan], stored)
+        nan = np.isnan(values) if _has_payloads(values.dtype, stored) else _NOTHING
+    if nan.any():
+        converted[nan] = _nan_like(values[nan], stored)
     return converted
 
 

@@ -24,10 +24,10 @@ from xckpt.arrays.keys import (
     result_shape,
     take,
 )
-from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray, flat_blocks
+from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.parts import decoded_nbytes, has_byte_each, strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
-from xckpt.errors import FormatError, locating
+from xckpt.errors import FormatError
 from xckpt.index import Part
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.source import empty_array
@@ -49,6 +49,11 @@ class OnePartArray(LazyArray):
     """An array that is stored in one part."""
 
     __slots__ = ("reader",)
+
+    #: Whether the elements are real numbers whose bytes in the file are those in memory.
+    is_raw = False
+    #: Whether the elements can only be decoded from the first one on.
+    is_stream = False
 
     def __init__(
         self, name: str, reader: PartReader, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -107,20 +112,32 @@ class OnePartArray(LazyArray):
     def _elements(self, start: int, stop: int) -> Array:
         """Return a range of the elements in stored order."""
 
+    @property
+    def undecoded(self) -> OnePartArray:
+        """The array with its elements in their stored types, except for booleans."""
+        return self
+
+    @property
+    def undecoded_dtype(self) -> np.dtype[Any]:
+        """The dtype of `undecoded`."""
+        return self.dtype
+
     @abstractmethod
-    def _flattened(self) -> OnePartArray:
-        """Return all elements as one axis, in the order and type in which they are stored."""
+    def flattened(self) -> OnePartArray:
+        """Return all elements as one axis, in the order in which they are stored."""
 
     def flat_ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return the byte ranges of elements in stored order; see `LazyArray.flat_ranges`."""
-        ranges = list(self._flattened().ranges(slice(start, stop)))
-        return iter(ranges) if ranges else super().flat_ranges(start, stop)
+        """Return the byte ranges of elements in stored order; of all, if cuts have no own ones."""
+        ranges = list(self.flattened().ranges(slice(start, stop)))
+        return iter(ranges) if ranges or start else self.ranges(...)
 
-    def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read elements into the buffer, in stored order; see `LazyArray.flat`."""
-        flat = self._flattened()
-        for position, block in _blocks_in(buffer, flat.dtype, start, stop):
-            flat.read_into(block, slice(position, position + len(block)))
+    def blocks_in(self, buffer: Array, start: int, stop: int) -> Iterator[tuple[int, Array]]:
+        """Read elements of an array with one axis, in blocks that lie in a buffer of bytes."""
+        memory = buffer[: buffer.nbytes // self.dtype.itemsize * self.dtype.itemsize]
+        memory = memory.view(self.dtype)
+        for position in range(start, stop, len(memory)):
+            block = memory[: stop - position]
+            self.read_into(block, slice(position, position + len(block)))
             yield position, block
 
     def stored(self, block_nbytes: int) -> Iterator[memoryview]:
@@ -138,18 +155,16 @@ class OnePartArray(LazyArray):
 
     def verified(self) -> Self:
         """Return the array with its digest checked before first use, unless that is disabled."""
+        return self._with(replace(self.reader, verify=self.reader.verify is not False))
+
+    def passing(self) -> Self:
+        """Return the array with its digest compared while all bytes pass, and not before."""
+        return self._with(replace(self.reader, verify=None)) if self.reader.verify else self
+
+    def _with(self, reader: PartReader) -> Self:
         array = copy(self)
-        array.reader = replace(self.reader, verify=self.reader.verify is not False)
+        array.reader = reader
         return array
-
-
-def _blocks_in(
-    buffer: Array, dtype: np.dtype[Any], start: int, stop: int
-) -> Iterator[tuple[int, Array]]:
-    """Yield the positions of blocks of elements, each with its memory in the buffer."""
-    memory = buffer[: buffer.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
-    for position in range(start, stop, len(memory)):
-        yield position, memory[: stop - position]
 
 
 class DenseArray(OnePartArray):
@@ -177,46 +192,43 @@ class DenseArray(OnePartArray):
 
     @property
     def is_raw(self) -> bool:  # type: ignore[override]  # it depends on the part
-        """See `LazyArray.is_raw`."""
+        """See `OnePartArray.is_raw`."""
         part = self.reader.part
         is_number = self.dtype.kind != "c" and ELEMENT_TYPES[part.dtype].decoded != "bool"
         return self._is_wide and part.byteorder == "little" and is_number
 
     @property
     def is_stream(self) -> bool:  # type: ignore[override]  # it depends on the part
-        """See `LazyArray.is_stream`."""
-        return self.dtype.kind != "c" and self.reader.part.encoding in STREAMS
-
-    @property
-    def flat_dtype(self) -> np.dtype[Any]:
-        """The stored dtype, except of booleans and complex numbers."""
-        element_type = self.reader.part.dtype
-        is_decoded = ELEMENT_TYPES[element_type].decoded == "bool"
-        stored = decoded_dtype(element_type) if is_decoded else stored_dtype(element_type)
-        return self.dtype if self.dtype.kind == "c" else stored
+        """See `OnePartArray.is_stream`."""
+        return self.reader.part.encoding in STREAMS
 
     def flat_ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return the byte ranges of elements in stored order; see `LazyArray.flat_ranges`."""
+        """Return the byte ranges of elements in stored order; see `OnePartArray.flat_ranges`."""
         if not self._is_wide:
             return super().flat_ranges(start, stop)
         part = self.reader.part
         first, nbytes = (nbytes_of(part.dtype, count) for count in (start, stop - start))
         return iter([(self.reader.source, part.offset + first, nbytes)])
 
-    def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read elements in the type and order in which they are stored; see `LazyArray.flat`."""
-        if self.dtype.kind == "c":
-            yield from flat_blocks(self, start, stop, PIECE_NBYTES)
-        elif self.is_stream:
-            with locating(tensor=self.name):
-                yield from self._flattened().stream(PIECE_NBYTES)
-        else:
-            yield from flat_blocks(self._flattened(), start, stop, PIECE_NBYTES)
+    @property
+    def undecoded(self) -> DenseArray:
+        """See `OnePartArray.undecoded`."""
+        options: Any = {"order": self.order, "decode": self._is_bool, "strict": self.strict}
+        return DenseArray(self.name, self.reader, self.shape, **options)
 
-    def _flattened(self) -> DenseArray:
+    @property
+    def undecoded_dtype(self) -> np.dtype[Any]:
+        """See `OnePartArray.undecoded_dtype`."""
+        return (decoded_dtype if self._is_bool else stored_dtype)(self.reader.part.dtype)
+
+    @property
+    def _is_bool(self) -> bool:
+        return ELEMENT_TYPES[self.reader.part.dtype].decoded == "bool"
+
+    def flattened(self) -> DenseArray:
+        """Return all elements as one axis; see `OnePartArray.flattened`."""
         shape = (prod(self.shape),)
-        is_bool = ELEMENT_TYPES[self.reader.part.dtype].decoded == "bool"
-        return DenseArray(self.name, self.reader, shape, decode=is_bool, strict=self.strict)
+        return DenseArray(self.name, self.reader, shape, decode=self.decode, strict=self.strict)
 
     def chunks(self, target: int) -> Chunks:
         """Return chunks that are runs of bytes; see `LazyArray.chunks`."""
@@ -373,11 +385,9 @@ class DenseArray(OnePartArray):
         self, block_nbytes: int = _BLOCK_NBYTES, *, compare: bool = False
     ) -> Iterator[tuple[int, Array]]:
         """Yield all elements in stored order, in blocks with the positions of their first ones."""
-        # A block is valid until the next one. `compare` compares the digest, of a raw part as well,
-        # while the blocks pass instead of before; see `PartReader.blocks`.
-        reader = replace(self.reader, verify=None) if compare else self.reader
+        # A block is valid until the next one. `compare`: see `PartReader.blocks`.
         position = 0
-        for data in reader.blocks(self.part_nbytes, block_nbytes, compare=compare):
+        for data in self.reader.blocks(self.part_nbytes, block_nbytes, compare=compare):
             block = self.decoded(data, position)
             yield position, block
             position += len(block)

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
-#: Size of the blocks of `LazyArray.flat` that are decoded, in bytes.
-PIECE_NBYTES = 4 << 20
 # Names that are pickled with an array.
 _MOST_PICKLED = 4096
 
@@ -68,10 +66,6 @@ class LazyArray(ABC):
     advice = "Select less of it at once"
     #: Memory order in which the elements are stored: "C" or "F".
     order: str = "C"
-    #: Whether the elements are real numbers whose bytes in the file are those in memory.
-    is_raw = False
-    #: Whether the elements can only be decoded from the first one on.
-    is_stream = False
 
     def __init__(
         self, name: str, source: Source, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -161,22 +155,6 @@ class LazyArray(ABC):
         if normalize(key, self.shape) == whole(self.shape):
             for reader in self.part_readers:
                 yield from reader.ranges()
-
-    @property
-    def flat_dtype(self) -> np.dtype[Any]:
-        """The dtype of the blocks of `flat`."""
-        return self.dtype
-
-    def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Yield elements in stored order, in blocks with the position of their first element."""
-        # A block may lie in `buffer`, an array of bytes, and is valid until the next one. A stream
-        # is read from its start to its end, whatever is requested.
-        return flat_blocks(self, start, stop, PIECE_NBYTES)
-
-    def flat_ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return the byte ranges that `flat` reads, if they are known before."""
-        # If the ranges of a part of the elements are unknown, the first elements have all.
-        return iter(()) if start else self.ranges(...)
 
     def chunks(self, target: int) -> Chunks:
         """Return the chunks that reading it is cheapest in; one if they would be too many."""
@@ -306,36 +284,8 @@ class SlicedArray(LazyArray):
         self.base.select_into(compose(self.key, key), out)
 
 
-def flat_blocks(
-    array: Any, start: int, stop: int, block_nbytes: int, *, whole_rows: bool = False
-) -> Iterator[tuple[int, Array]]:
-    """Yield elements of an array or a similar object in C order, in blocks with their positions."""
-    # A block has positions along the first axis if `whole_rows` is true, else along the first axis
-    # that is short enough.
-    shape = array.shape
-    if stop <= start:
-        return
-    if not shape:
-        yield 0, dense_values(array[()]).reshape(-1)
-        return
-    most = max(1, block_nbytes // np.dtype(array.dtype).itemsize)
-    axis, inner = 0, prod(shape[1:])
-    while inner > most and axis + 1 < len(shape) and not whole_rows:
-        axis += 1
-        inner = prod(shape[axis + 1 :])
-    rows = max(1, most // inner)
-    at = start
-    while at < stop:
-        line, row = divmod(at // inner, shape[axis])
-        lead = np.unravel_index(line, shape[:axis]) if axis else ()
-        last = min(shape[axis], row + rows, row + -(-(stop - at) // inner) + 1)
-        values = dense_values(array[(*map(int, lead), slice(row, last))]).reshape(-1)
-        first = (line * shape[axis] + row) * inner
-        values = values[at - first : stop - first]
-        yield at, values
-        at += len(values)
-
-
 def dense_values(block: Any) -> Array:
-    """Return the values of a block, which may be sparse, as a numpy array."""
+    """Return the values of a block, which may be lazy or sparse, as a numpy array."""
+    if hasattr(block, "dask"):
+        block = block.compute()
     return np.asarray(block.todense() if hasattr(block, "todense") else block)

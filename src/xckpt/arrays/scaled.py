@@ -20,13 +20,13 @@ from xckpt.arrays.keys import (
     result_shape,
     take,
 )
-from xckpt.arrays.lazy import LazyArray, flat_blocks
+from xckpt.arrays.lazy import LazyArray
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.index import Codebook, Quantization
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from xckpt.typing import Array
 
 Shape = tuple[int, ...]
-#: Block size of tensors stored in another order of axes, whose rows are in many places.
-TURNED_NBYTES = 32 << 20
 # Elements between the selected ones that may be decoded as well.
 _LARGEST_WASTE = 1 << 22
 _NOTHING = np.empty((0, 0), np.float32)
@@ -109,12 +107,6 @@ class QuantizedArray(_OfParts):
         """Whether codes are stored in another order of axes, so that rows are not contiguous."""
         axes = self.quantization.axes
         return axes != tuple(sorted(axes))
-
-    def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Compute elements in C order, many at a time if rows are not contiguous."""
-        if not self.is_turned:
-            return super().flat(start, stop, buffer)
-        return flat_blocks(self, start, stop, TURNED_NBYTES, whole_rows=True)
 
     @property
     def code_values(self) -> Array:

@@ -17,25 +17,26 @@ import math
 import sys
 from contextlib import suppress
 from dataclasses import fields
-from itertools import accumulate, product
+from functools import cached_property
+from itertools import accumulate, chain, product, repeat
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
 
-from xckpt.arrays.dense import stored_bytes
-from xckpt.arrays.kinds import kind_named, magnitudes, require_numbers
-from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray, UnreadableArray, dense_values, flat_blocks
+from xckpt.arrays.dense import DenseArray, OnePartArray, stored_bytes
+from xckpt.arrays.kinds import kind_named, require_numbers
+from xckpt.arrays.lazy import LazyArray, UnreadableArray, dense_values
+from xckpt.arrays.scaled import QuantizedArray
 from xckpt.arrays.sparse import SparseArray, flat_positions
 from xckpt.errors import CheckpointError, UnsupportedError
 from xckpt.index import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from xckpt.arrays.dense import DenseArray
     from xckpt.arrays.kinds import Kind
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
 #: Elements of a leaf, the smallest part of a stream that is added up by itself: 64 KiB of float32,
 #: so that several loops find it in the L2 cache.
 LEAF = 1 << 14
+#: Size of what is read or decoded of an array at a time, in bytes.
+PIECE_NBYTES = 4 << 20
+#: The same for tensors whose rows are in many places of the file.
+TURNED_NBYTES = 32 << 20
 #: Attributes of lazy arrays that determine their elements, besides the stored parts.
 DECODING = ("order", "strict", "block_type", "quantization", "origins")
 _FIELDS = attrgetter(*(field.name for field in fields(Part)))
@@ -61,8 +66,6 @@ class ElementStream:
 
     #: The tensor's own name in the file.
     name: str = ""
-    #: Kind of the elements that `blocks` yields.
-    kind: Kind
     #: Number of elements, implied zeros of a sparse tensor included.
     size: int
     #: Bytes to read, for the progress.
@@ -70,13 +73,15 @@ class ElementStream:
     #: Elements in a row, which is a slice along the axis that is stored slowest; 0 where there is
     #: but one axis.
     row: int = 0
+    #: Elements that a cut does not separate.
+    leaf: int = LEAF
     #: The data: a lazy array, or anything that is indexed like an array.
     array: Any
     #: Whether reading a part costs as much as reading all.
     whole = False
     #: Whether the elements are in the memory of this process.
     local = False
-    #: Whether elements are magnitudes: the kernels know no complex numbers.
+    #: Whether elements are complex numbers; statistics describe their magnitudes.
     complex = False
     #: Whether rows of the tensor are stored as columns.
     is_turned = False
@@ -91,13 +96,17 @@ class ElementStream:
     #: Stored parts with their files, and options of decoding; None if the content may change.
     identity: tuple[Any, ...] | None = None
 
-    def __init__(self, array: Any, kind: Kind, nbytes: int | None = None) -> None:
+    def __init__(self, array: Any, nbytes: int | None = None) -> None:
         self.array = array
-        self.kind = kind
         self.complex = array.dtype.kind == "c"
         self.size = prod(array.shape)
         self.nbytes = self.size * array.dtype.itemsize if nbytes is None else nbytes
         self.row = prod(array.shape[1:]) if len(array.shape) > 1 else 0
+
+    @cached_property
+    def kind(self) -> Kind:
+        """Kind of the elements, or of the magnitudes of complex ones."""
+        return require_numbers(self.array.dtype)
 
     @property
     def shared_source(self) -> Source | None:
@@ -114,7 +123,7 @@ class ElementStream:
 
     def cuts(self, start: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Cut a range into ranges of whole leaves that can be read alone, of about a size."""
-        step = max(LEAF, nbytes // self.kind.itemsize // LEAF * LEAF)
+        step = max(self.leaf, nbytes // self.kind.itemsize // self.leaf * self.leaf)
         if self.whole or stop - start <= step:
             yield start, stop
             return
@@ -151,13 +160,17 @@ class ElementStream:
 def of_tensor(lazy: LazyArray, name: str = "") -> ElementStream:
     """Return the elements of a tensor of a file, in the order in which they are stored."""
     stream: ElementStream
-    if isinstance(lazy, SparseArray) and 0 not in lazy.shape:
-        stream = SparseStream(lazy)
-    elif isinstance(lazy, UnreadableArray):
-        stream = UnreadableStream(lazy)
-    else:
+    if isinstance(lazy, OnePartArray) and not (lazy.order == "F" and lazy.dtype.kind == "c"):
         stream = StoredStream(lazy)
-    stream.name = stream.name or name
+    elif isinstance(lazy, UnreadableArray):
+        return UnreadableStream(lazy)
+    elif isinstance(lazy, SparseArray) and 0 not in lazy.shape:
+        stream = SparseStream(lazy)
+    else:
+        stream = ArrayStream(lazy)
+    _ = stream.kind  # raises for elements that are not numbers
+    stream._identify(lazy)  # noqa: SLF001
+    stream.name = name or lazy.name
     return stream
 
 
@@ -166,6 +179,7 @@ def of_array(array: Any, name: str = "") -> ElementStream:
     stream: ElementStream = ChunkedStream(array) if hasattr(array, "dask") else ArrayStream(array)
     stream.local = not hasattr(array, "dask")
     stream.name = name
+    _ = stream.kind  # raises for elements that are not numbers
     return stream
 
 
@@ -206,16 +220,22 @@ def _joined(pieces: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 class StoredStream(ElementStream):
-    """A tensor of a file: elements in the order in which they are stored."""
+    """A tensor in one part of a file: elements in the order in which they are stored."""
 
-    def __init__(self, lazy: LazyArray) -> None:
+    array: OnePartArray
+
+    def __init__(self, lazy: OnePartArray) -> None:
         lazy.require_expansion()
-        super().__init__(lazy, require_numbers(lazy.flat_dtype))
+        super().__init__(lazy)
         self.whole = lazy.is_stream
-        self.is_turned = lazy.order == "F" and not self.complex
+        self.is_turned = lazy.order == "F"
         if self.is_turned:
             self.row = prod(lazy.shape[:-1]) if lazy.ndim > 1 else 0
-        self._identify(lazy)
+
+    @cached_property
+    def kind(self) -> Kind:
+        """Kind of the elements in their stored type; see `OnePartArray.undecoded`."""
+        return require_numbers(self.array.undecoded_dtype)
 
     @property
     def shared_source(self) -> Source | None:
@@ -234,43 +254,43 @@ class StoredStream(ElementStream):
         return self.kind.unsigned if self.kind.exact else self.kind.dtype
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return the byte ranges of elements; see `LazyArray.flat_ranges`."""
-        ranges: Iterator[Range] = self.array.flat_ranges(start, stop)
-        return ranges
+        """Return the byte ranges of elements; see `OnePartArray.flat_ranges`."""
+        return self.array.flat_ranges(start, stop)
 
     def step(self, buffer: Array) -> int:
         """Return the number of elements that the buffer has room for, if they are raw."""
         return len(buffer) // self.block_dtype.itemsize if self.array.is_raw else 1
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
-        """Read a range of the elements; raw ones at once into the buffer."""
+        """Read a range of the elements into the buffer; a stream from its start to its end."""
         if self.array.is_raw:
             return raw_blocks(self.array, self.block_dtype, start, stop, buffer)
-        flat = self.array.flat(start, stop, buffer)
-        if self.complex:
-            return ((position, (magnitudes(values),)) for position, values in flat)
-        return ((position, (values,)) for position, values in flat)
+        flat = self.array.undecoded.flattened()
+        if isinstance(flat, DenseArray) and flat.is_stream:
+            blocks = flat.stream(len(buffer))
+        else:
+            blocks = flat.blocks_in(buffer, start, stop)
+        return ((position, (values,)) for position, values in blocks)
 
 
 def raw_blocks(
     lazy: Any, dtype: np.dtype[Any], start: int, stop: int, buffer: Array
 ) -> Iterator[Block]:
     """Read raw elements into a buffer, as elements of a dtype."""
-    # As few steps as possible: the threads of a scan wait for each other in them.
     itemsize = dtype.itemsize
     memory = buffer[: len(buffer) // itemsize * itemsize]
     elements = memory.view(dtype)
     reader = lazy.reader
     offset, nbytes = reader.part.offset + start * itemsize, (stop - start) * itemsize
     if not nbytes:
-        return  # an empty tensor needs no file
+        return iter(())  # an empty tensor needs no file
     reader.check(lazy.part_nbytes)
-    count = len(elements)
-    for _ in reader.source.blocks_in(memory.data, offset, nbytes):
-        if start + count > stop:
-            elements = elements[: stop - start]
-        yield start, (elements,)
-        start += count
+    # No generator: the threads of a scan wait for each other in its steps.
+    whole, last = divmod(stop - start, len(elements))
+    columns = chain(repeat((elements,), whole), [(elements[:last],)])
+    blocks = reader.source.blocks_in(memory.data, offset, nbytes)
+    starts = range(start, stop, len(elements))
+    return map(itemgetter(0, 1), zip(starts, columns, blocks, strict=False))
 
 
 class SparseStream(ElementStream):
@@ -279,8 +299,7 @@ class SparseStream(ElementStream):
     whole = sparse = True
 
     def __init__(self, lazy: SparseArray) -> None:
-        super().__init__(lazy, require_numbers(lazy.dtype))
-        self._identify(lazy)
+        super().__init__(lazy)
         if self.size > sys.maxsize:
             raise UnsupportedError(
                 f"{self.size} elements are more than can be counted",
@@ -298,30 +317,28 @@ class SparseStream(ElementStream):
             rows = block.coords[0][block.values != 0]
             alive = int(np.count_nonzero(np.diff(rows, prepend=-1)))
             self.dead += block.stop - block.start - alive
-            values: Array = magnitudes(block.values) if self.complex else block.values
-            if len(values):
-                yield position, (values,)
-            position += len(values)
+            if len(block.values):
+                yield position, (block.values,)
+            position += len(block.values)
 
 
 class UnreadableStream(ElementStream):
     """A tensor that cannot be read, in the place of its elements."""
 
     def __init__(self, lazy: UnreadableArray) -> None:
-        super().__init__(lazy, kind_named("float32"))
+        super().__init__(lazy)
         self.name, self.problem = lazy.name, lazy.error()
 
 
 class Raw(ElementStream):
     """The bytes of all parts of a tensor, one part after the other, without decoding."""
 
-    kind = kind_named("uint8")
-
     def __init__(self, tensor: ElementStream) -> None:
         parts = list(tensor.array.readers.values())
         self.arrays = [stored_bytes(part, tensor.array.name) for part in parts]
         self.size = self.nbytes = sum(array.shape[0] for array in self.arrays)
         self.place = (parts[0].source.name, parts[0].part.offset)
+        self.kind = kind_named("uint8")
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
         """Yield the byte ranges in files from `start` to `stop`."""
@@ -362,26 +379,72 @@ class ArrayStream(ElementStream):
     def __init__(self, array: Any, nbytes: int | None = None) -> None:
         if isinstance(array, LazyArray):
             array.require_expansion()
-        super().__init__(array, require_numbers(array.dtype), nbytes)
+        super().__init__(array, nbytes)
         self.piece_nbytes = PIECE_NBYTES
+        if isinstance(array, QuantizedArray) and array.is_turned:
+            self.read_rows(TURNED_NBYTES)
 
-    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
-        """Read a range of the elements."""
-        array = self.array
+    def read_rows(self, nbytes: int) -> None:
+        """Read blocks of whole rows, of about a size."""
+        self.piece_nbytes, self.whole_rows = nbytes, True
+
+    def blocks(self, start: int, stop: int, buffer: Array | None = None) -> Iterator[Block]:
+        """Read a range of the elements, in blocks of positions along an axis."""
+        array, shape = self.array, self.array.shape
+        if start >= stop:
+            return
         if self.loads:
             array = array.loaded() if hasattr(array, "loaded") else dense_values(array[...])
-        pieces = flat_blocks(array, start, stop, self.piece_nbytes, whole_rows=self.whole_rows)
-        for position, values in pieces:
-            yield position, (magnitudes(values) if self.complex else values,)
+        if not shape:
+            yield 0, (dense_values(array[()]).reshape(-1),)
+            return
+        # The axis is the first one whose positions are short enough, or the first one of all.
+        most = max(1, self.piece_nbytes // np.dtype(array.dtype).itemsize)
+        axis, inner = 0, prod(shape[1:])
+        while inner > most and axis + 1 < len(shape) and not self.whole_rows:
+            axis += 1
+            inner = prod(shape[axis + 1 :])
+        count = max(1, most // inner)
+        while start < stop:
+            line, first = divmod(start // inner, shape[axis])
+            lead = np.unravel_index(line, shape[:axis]) if axis else ()
+            last = min(shape[axis], first + count, first + -(-(stop - start) // inner) + 1)
+            values = dense_values(array[(*map(int, lead), slice(first, last))]).reshape(-1)
+            begin = (line * shape[axis] + first) * inner
+            values = values[start - begin : stop - begin]
+            yield start, (values,)
+            start += len(values)
+
+
+class Transposed:
+    """An array with its axes in another order, which reads what is selected."""
+
+    def __init__(self, array: Any, axes: Sequence[int]) -> None:
+        self.array, self.axes, self.dtype = array, tuple(axes), array.dtype
+        self.shape = tuple([array.shape[axis] for axis in self.axes])
+
+    def __getitem__(self, key: Any) -> Array:
+        keys = () if key is ... else key
+        entries = dict.fromkeys(self.axes, slice(None)) | dict(zip(self.axes, keys, strict=False))
+        values = dense_values(self.array[tuple([entries[axis] for axis in sorted(entries)])])
+        remaining = [axis for axis in self.axes if isinstance(entries[axis], slice)]
+        stored = sorted(remaining)
+        return values.transpose([stored.index(axis) for axis in remaining])
+
+    def ranges(self, key: Any) -> Iterator[Range]:
+        """Return the byte ranges of the whole array, if they are known before."""
+        if hasattr(self.array, "ranges"):
+            yield from self.array.ranges(...)
 
 
 class ChunkedStream(ElementStream):
     """A dask array as a sequence of elements, which a scheduler computes chunk by chunk."""
 
     def __init__(self, array: Any) -> None:
+        self.kind = require_numbers(array.dtype)  # its tasks have no array
         if any(math.isnan(size) for sizes in array.chunks for size in sizes):
             array = array.compute_chunk_sizes()
-        super().__init__(array, require_numbers(array.dtype))
+        super().__init__(array)
         self.array, runs = _in_runs(array)
         if not runs:
             self.row = 0
@@ -590,7 +653,7 @@ def columns_of(values: Array) -> tuple[Array, ...]:
     """Return the columns of a computed chunk: its elements, or both sides of its pairs."""
     if values.dtype.names:
         return values["a"], values["b"]
-    return (magnitudes(values) if values.dtype.kind == "c" else values,)
+    return (values,)
 
 
 def _type_name(stream: ElementStream) -> str:

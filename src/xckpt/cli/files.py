@@ -336,7 +336,7 @@ def _encoding(
 
 def _format_options(texts: Mapping[str, str], new: str, engine: str | None) -> dict[str, Any]:
     """Parse values by the annotations of the format's options: whole numbers, JSON, or text."""
-    from xckpt.writing.saving import writer_of
+    from xckpt.writing.targets import writer_of
 
     try:
         writer = writer_of(new, engine)

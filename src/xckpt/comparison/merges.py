@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from xckpt.arrays.kinds import kind_of
+from xckpt.arrays.lazy import dense_values as in_memory
 from xckpt.comparison.adapted_rows import AdaptedRows, adapted_rows
 from xckpt.comparison.explaining.outcome import Explanation
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
@@ -34,7 +35,7 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import UnsupportedError, locating, some, warn
 from xckpt.opening.configs import adapter_in, read_config
 from xckpt.scan.entries import contents_of_all
-from xckpt.statistics.spectra import blas_threads, in_memory
+from xckpt.statistics.spectra import blas_threads
 from xckpt.storage.limits import cpu_count
 from xckpt.structure.facts import model_facts
 from xckpt.threads import Threads

@@ -86,6 +86,11 @@ class Described(NamedTuple):
             return xr.Variable((), np.nan, encoding=self.encoding)
         return self.tensors.variables[self.name]
 
+    @property
+    def stored(self) -> LazyArray | None:
+        """The array in the file that the variable represents; None for a computed variable."""
+        return None if self.tensors is None else self.tensors.stored(self.name)
+
 
 def entries_of(
     tensors: OpenTensors,
@@ -249,8 +254,7 @@ def _entry(
         readers = tuple(of_tensor(m, _without_step(m.name, step) + part) for m in members)
     else:
         names = member_names(name, variable, dims, tensors.coords)
-        whole = variable.transpose(*dims, ...)
-        values = whole.data if whole.chunks is not None else _Values(whole)
+        values = unread_values(variable.transpose(*dims, ...))
         arrays = (values[position] if position else values for position in np.ndindex(shape))
         pairs = zip(arrays, names, strict=True)
         present = pairs if gone is None else compress(pairs, ~gone.ravel())
@@ -371,6 +375,11 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> OpenTensor
     register_formatter()  # a result may have very many variables
     with paused_collector():
         return FileTensors(source, index, OpenOptions(storage_options=storage_options))
+
+
+def unread_values(variable: xr.Variable) -> Any:
+    """Return the array of a variable: of dask, or one that is loaded when it is indexed."""
+    return _Values(variable) if variable.chunks is None else variable.data
 
 
 class _Values:

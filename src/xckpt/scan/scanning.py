@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -339,18 +339,20 @@ def _run_on_threads(
     operation: type[Accumulator],
     deliver: Callable[[list[Cut], list[Any]], None],
 ) -> None:
-    stop = threading.Event()
+    stopped: list[bool] = []
     one_at_a_time = threading.Lock()
 
     def work(task: list[Cut]) -> list[Any]:
+        if len(task) <= _MANY:
+            return scan_cuts(task, operation, stopped)
         # Small tensors keep the interpreter busy, so that several threads are slower than one.
-        with one_at_a_time if len(task) > _MANY else nullcontext():
-            return scan_cuts(task, operation, stop)
+        with one_at_a_time:
+            return scan_cuts(task, operation, stopped)
 
     count = cpu_count()
     with Threads(count, "xckpt-stats") as threads, ExitStack() as stack:
         # Stop reading ahead before the threads, so that none waits for a cancelled read.
-        stack.callback(stop.set)
+        stack.callback(stopped.append, True)  # noqa: FBT003
         stack.enter_context(reading_ahead(ranges_of(chain.from_iterable(tasks))))
         remaining = iter(tasks)
         # Few more tasks than threads, because finished results wait in memory.
@@ -411,8 +413,10 @@ def ranges_of(cuts: Iterable[Cut]) -> Iterator[Range]:
     return chain.from_iterable(cut.reader.ranges(cut.start, cut.stop) for cut in cuts)
 
 
-def scan_cuts(task: list[Cut], operation: type[Accumulator], stop: Any) -> list[Any]:
-    """Return an accumulator for each cut of a task; end early once the event `stop` is set."""
+def scan_cuts(
+    task: list[Cut], operation: type[Accumulator], stopped: Sequence[Any] = ()
+) -> list[Any]:
+    """Return an accumulator for each cut of a task; end early once `stopped` has an item."""
     if not hasattr(_thread, "buffer"):
         _thread.buffer = empty_array(BLOCK_NBYTES)
     accumulators: list[Any] = []
@@ -425,7 +429,7 @@ def scan_cuts(task: list[Cut], operation: type[Accumulator], stop: Any) -> list[
                 start = cut.reader.place[1] - first
                 values = memory[start : start + cut.reader.nbytes].view(cut.reader.block_dtype)
                 blocks = [(0, (values,))] if cut.stop else []
-            accumulators.append(_scan_cut(cut, blocks, operation, stop))
+            accumulators.append(_scan_cut(cut, blocks, operation, stopped))
     return accumulators
 
 
@@ -465,7 +469,7 @@ def _scan_cut(
     cut: Cut,
     blocks: Iterable[Block] | None,
     operation: type[Accumulator],
-    stop: Any,
+    stopped: Sequence[Any],
 ) -> Accumulator:
     """Return an accumulator for a cut; its blocks are read unless they are given."""
     stream = cut.reader
@@ -473,12 +477,12 @@ def _scan_cut(
     with locating(path=stream.place[0] or None, tensor=stream.name):
         if blocks is None:
             blocks = stream.blocks(cut.start, cut.stop, _thread.buffer)
-            if stream.step(_thread.buffer) % operation.leaf:
-                blocks = whole_leaves(blocks, operation.leaf)
-        update, is_stopped = accumulator.update, stop.is_set
+            if operation.leaf > 1 and stream.step(_thread.buffer) % stream.leaf:
+                blocks = whole_leaves(blocks, stream.leaf)
+        update = accumulator.update
         for start, columns in blocks:
             update(start, *columns)
-            if is_stopped():
+            if stopped:
                 break
         accumulator.close()
         if stream.sparse:
@@ -514,7 +518,7 @@ def _run_on_cluster(
 def _scan_ahead(task: list[Cut], operation: type[Accumulator]) -> list[Any]:
     """Run a task on a worker, with its own reading ahead."""
     with reading_ahead(ranges_of(task)):
-        return scan_cuts(task, operation, threading.Event())  # the cluster cancels tasks itself
+        return scan_cuts(task, operation)  # the cluster cancels tasks itself
 
 
 # --- chunks of dask arrays -----------------------------------------------------------------------

@@ -16,14 +16,13 @@ import numpy as np
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.keys import normalize
-from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.scaled import TURNED_NBYTES, CodebookArray, QuantizedArray
-from xckpt.arrays.streams import ArrayStream, of_tensor
+from xckpt.arrays.lazy import LazyArray, dense_values
+from xckpt.arrays.scaled import CodebookArray, QuantizedArray
+from xckpt.arrays.streams import TURNED_NBYTES, ArrayStream, of_tensor
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, code_values
 from xckpt.scan.scanning import gather
 from xckpt.statistics.counts import Sketch
 from xckpt.statistics.describe import elements_of
-from xckpt.statistics.spectra import in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,7 +101,7 @@ def _coded(reader: ElementStream) -> _Coded | None:
         is_turned = isinstance(lazy, QuantizedArray) and lazy.is_turned
         codes = _code_reader(reader, Boxes(lazy.codes, lazy.shape))
         if is_turned:
-            codes.piece_nbytes, codes.whole_rows = TURNED_NBYTES, True
+            codes.read_rows(TURNED_NBYTES)
         return _Coded(codes, lazy.code_values)
     if isinstance(lazy, BlockArray):
         block = BLOCK_TYPES[lazy.block_type]
@@ -236,7 +235,7 @@ def _classes(
 ) -> Array:
     """Return the class of each element in a box."""
     box = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
-    original, decoded = (in_memory(side[box]).astype(np.float64) for side in sides)
+    original, decoded = (dense_values(side[box]).astype(np.float64) for side in sides)
     # Symmetric codes leave the lowest out: -128 where the largest is 127.
     low = ends[1] if ends[1] == -ends[-1] else ends[0]
     with np.errstate(all="ignore"):  # scales and elements are whatever the files have

@@ -225,13 +225,11 @@ def _describe_all(
             lambda numbers: _describe_tensors([readers[n] for n in numbers], options, bar),
             enabled=options.cache,
         )
+        of_short_rows = [position for position, entry in enumerate(entries) if not entry.readers]
+        described = describe_rows([entries[position] for position in of_short_rows], quantiles, bar)
+        tables = dict(zip(of_short_rows, described, strict=True))
     dead = [None if isnan(number) else int(number) for number in rows[:, -1].tolist()]
     values = rows[:, :-1]
-    tables = {
-        position: describe_rows(entry.variable, entry.dims, quantiles)
-        for position, entry in enumerate(entries)
-        if not entry.readers
-    }
     results: list[Array] = []
     dead_rows: list[list[int | None]] = []
     stop = 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from xckpt.arrays.kinds import kind_named
+from xckpt.arrays.kinds import kind_named, magnitudes
 from xckpt.arrays.streams import LEAF
 from xckpt.scan.scanning import BLOCK_NBYTES, Accumulator, MergeTree, runs
 from xckpt.statistics import block_loops
@@ -58,6 +58,9 @@ class Sketch(Accumulator):
         self._tables: Tables | None = None
         # Elements in the counters of the tables, and the leaf after those whose moments are there.
         self._pending = self._end = 0
+        # Where the blocks without a zero begin that have not been added to the rows, and how many
+        # elements they have.
+        self._alive = 0, 0
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Sketch:  # noqa: ARG003
@@ -84,14 +87,14 @@ class Sketch(Accumulator):
             self._tables = tables = _tables(self.kind)
             tables.reset()
         values, most = prepared(columns[0], self.kind), tables.most
-        if len(values) <= most:
+        if values.size <= most:
             self._add_block(tables, start, values)
             return
-        for offset in range(0, len(values), most):
+        for offset in range(0, values.size, most):
             self._add_block(tables, start + offset, values[offset : offset + most])
 
     def _add_block(self, tables: Tables, start: int, values: Array) -> None:
-        size = len(values)
+        size = values.size
         self.count += size
         self._pending += size
         if self._pending > _MOST_PENDING:
@@ -110,10 +113,15 @@ class Sketch(Accumulator):
             else:
                 tables.leaves += leaves
                 self._end = first + leaves
+        first, count = self._alive
         if tables.zeros[-1]:
+            self._add_alive()
             self._add_zeros(tables, start, values, tables.zeros[: -(-size // LEAF)])
-        elif self.rows.length:
-            self.rows.add(start, size)
+        elif first + count == start:
+            self._alive = first, count + size
+        else:
+            self._add_alive()
+            self._alive = start, size
 
     def _fold(self, tables: Tables, end: int) -> None:
         """Move the moments of the leaves before a leaf into the tree."""
@@ -137,6 +145,12 @@ class Sketch(Accumulator):
         if length:
             self.rows.add(start, len(values), alive)
 
+    def _add_alive(self) -> None:
+        """Add the rows of blocks without a zero, which lie next to each other."""
+        if self.rows.length and self._alive[1]:
+            self.rows.add(*self._alive)
+        self._alive = 0, 0
+
     def _drain(self, tables: Tables) -> None:
         self._pending = 0
         self._add_counts(*tables.drain())
@@ -156,6 +170,7 @@ class Sketch(Accumulator):
         tables, self._tables = self._tables, None
         if tables is None:
             return self
+        self._add_alive()
         self._drain(tables)
         self.counted()
         if self.kind.exact:
@@ -455,10 +470,12 @@ def codes_of(kind: Kind, values: Array) -> Array:
 
 
 def prepared(values: Array, kind: Kind) -> Array:
-    """Return values in the layout of the compiled loops: contiguous, aligned and writable."""
+    """Return values, or magnitudes, as the compiled loops need them: contiguous and writable."""
     dtype = kind.unsigned if kind.exact else kind.dtype
     if values.dtype != dtype:
-        if kind.exact and values.dtype.itemsize == dtype.itemsize:
+        if values.dtype.kind == "c":
+            values = magnitudes(values)
+        elif kind.exact and values.dtype.itemsize == dtype.itemsize:
             values = values.view(dtype)
         else:
             values = values.astype(dtype)

@@ -1,74 +1,143 @@
-"""The statistics of many short rows of a variable, from a table of their elements.
+"""The statistics of many short rows of a variable, from tables of their elements.
 
-Sorting the table gives exact quantiles of every element type. Rows that are too long for a table
-are sketched like tensors.
+A block of a scan has whole rows. Sorting them gives exact quantiles of every element type, and each
+row is described by itself, whatever block it is in. Rows that are too long for a table are sketched
+like tensors.
 """
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from xckpt.arrays.kinds import kind_of, magnitudes
-from xckpt.scan.entries import LONGEST_ROW
+from xckpt.arrays.streams import (
+    LEAF,
+    TURNED_NBYTES,
+    ArrayStream,
+    StoredStream,
+    Transposed,
+    of_tensor,
+)
+from xckpt.scan.entries import unread_values
+from xckpt.scan.scanning import Accumulator, gather
 from xckpt.statistics.definitions import Elements, describe_elements, of_real_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-    import xarray as xr
+    from collections.abc import Callable, Sequence
 
     from xckpt.arrays.kinds import Kind
+    from xckpt.arrays.streams import ElementStream
+    from xckpt.progress import Progress
+    from xckpt.scan.entries import Described
     from xckpt.typing import Array
 
 # Integers up to here, and their sums, are exact as float64.
 _EXACT = 1 << 53
 # Binary exponents beyond which fourth powers of distances can leave the range of float64.
 _LARGEST_EXPONENT = 150
+# Elements of a table, unless a row has more.
+_TABLE_SIZE = 1 << 20
+
+
+class _RowOptions(NamedTuple):
+    """How the rows of a variable are described."""
+
+    length: int
+    #: The stored type of the elements.
+    kind: Kind | None
+    quantiles: Sequence[float]
+
+    def describe(self, table: Array) -> Array:
+        """Return a row of statistics for each row of a table."""
+        return describe_elements(TableElements(table, self.kind), self.quantiles)
+
+
+class _Rows(Accumulator):
+    """The statistics of a run of rows."""
+
+    leaf = LEAF
+
+    def __init__(self, kind: Kind, options: _RowOptions) -> None:
+        self.kind, self.options = kind, options
+        self.count = 0
+        self.tables: list[Array] = []
+
+    @classmethod
+    def begin(cls, stream: ElementStream, argument: _RowOptions) -> _Rows:
+        """Return no rows of a variable."""
+        return cls(stream.kind, argument)
+
+    def update(self, start: int, *columns: Array) -> None:
+        """Describe the next rows."""
+        (values,) = columns
+        if values.dtype.kind == "c":
+            values = magnitudes(values)
+        elif self.kind.exact:
+            values = values.view(self.kind.dtype)  # raw elements come as bit patterns
+        self.count += len(values)
+        table = values.reshape(-1, self.options.length)
+        step = max(1, _TABLE_SIZE // self.options.length)
+        for first in range(0, len(table), step):
+            part = table[first : first + step]
+            if not (part.dtype.kind in "iu" and part.dtype.isbuiltin):
+                with np.errstate(invalid="ignore"):  # signalling NaN
+                    part = part.astype(np.float64)
+            self.tables.append(self.options.describe(part))
+
+    def merge(self, other: _Rows) -> None:
+        """Add the rows that follow."""
+        self.count += other.count
+        self.tables += other.tables
 
 
 def describe_rows(
-    variable: xr.Variable, dims: tuple[Hashable, ...], quantiles: Sequence[float]
-) -> Array:
-    """Describe a variable at each position along some dimensions."""
-    shape = tuple(variable.sizes[dim] for dim in dims)
-    rows = variable.transpose(*dims, ...)
-    length = prod(rows.shape[len(dims) :])
-    step = max(1, LONGEST_ROW // max(1, length))
-    tables: list[Array] = []
-    for slab in _slabs(shape, step):
-        values = rows[slab].values
-        if values.dtype.kind == "c":
-            values = magnitudes(values)
-        elif not (values.dtype.kind in "iu" and values.dtype.isbuiltin):
-            with np.errstate(invalid="ignore"):  # signalling NaN
-                values = values.astype(np.float64)
-        count = values.size // length if length else prod(values.shape[: len(slab)])
-        tables.append(values.reshape(count, length))
-    stored = np.dtype(variable.encoding.get("stored_dtype", variable.dtype))
-    kind = kind_of(stored) or kind_of(variable.dtype)
-    statistics = np.concatenate(
-        [
-            describe_elements(TableElements(table, kind), quantiles)
-            for table in tables or [np.empty((0, 0))]
-        ]
-    )
-    if variable.dtype.kind == "c":
-        statistics[:, of_real_numbers(quantiles)] = np.nan
-    return statistics.T.reshape(statistics.shape[1], *shape)
+    entries: Sequence[Described], quantiles: Sequence[float], progress: Progress
+) -> list[Array]:
+    """Describe variables at each position along some dimensions; the statistics come first."""
+    streams = list(map(_stream_of_rows, entries))
+    options = []
+    for stream, entry in zip(streams, entries, strict=True):
+        variable = entry.variable
+        stored = np.dtype(variable.encoding.get("stored_dtype", variable.dtype))
+        kind = kind_of(stored) or kind_of(variable.dtype)
+        options.append(_RowOptions(stream.row, kind, quantiles))
+
+    def finish(number: int, rows: _Rows) -> Array:
+        entry, stream = entries[number], streams[number]
+        tables = rows.tables
+        if not tables:
+            tables = [options[number].describe(np.empty((prod(entry.shape), 0)))]
+        statistics = np.concatenate(tables)
+        if stream.complex:
+            statistics[:, of_real_numbers(quantiles)] = np.nan
+        return statistics.T.reshape(statistics.shape[1], *entry.shape)
+
+    return gather(streams, _Rows, finish, progress, arguments=options)
 
 
-def _slabs(shape: tuple[int, ...], step: int) -> list[tuple[Any, ...]]:
-    """Cut a shape into boxes of about `step` positions, in C order."""
-    if not shape:
-        return [()]
-    inner = prod(shape[1:])
-    if inner > step and len(shape) > 1:
-        return [(i, *inside) for i in range(shape[0]) for inside in _slabs(shape[1:], step)]
-    rows = max(1, step // max(1, inner))
-    return [(slice(start, start + rows),) for start in range(0, shape[0], rows)]
+def _stream_of_rows(entry: Described) -> ElementStream:
+    """Return the elements of a variable, those of each row one after another."""
+    variable, lazy = entry.variable, entry.stored
+    rows = variable.transpose(*entry.dims, ...)
+    axes = [variable.dims.index(dim) for dim in rows.dims]
+    is_turned = axes != sorted(axes)
+    stream = None if lazy is None or is_turned else of_tensor(lazy)
+    if not isinstance(stream, StoredStream) or stream.is_turned:
+        array = unread_values(rows) if lazy is None else lazy
+        stream = ArrayStream(Transposed(array, axes) if is_turned and lazy is not None else array)
+        stream.local = lazy is None
+        stream.whole = stream.loads = getattr(lazy, "is_stream", False)
+        if is_turned:
+            stream.piece_nbytes = TURNED_NBYTES
+        row_nbytes = prod(rows.shape[len(entry.dims) :]) * rows.dtype.itemsize
+        stream.piece_nbytes = max(stream.piece_nbytes, row_nbytes)
+    stream.name = str(entry.name)
+    stream.row = prod(rows.shape[len(entry.dims) :])
+    stream.leaf = max(1, stream.row)
+    return stream
 
 
 class TableElements(Elements):
@@ -85,14 +154,11 @@ class TableElements(Elements):
         self._ordered = ordered = np.sort(np.where(finite, wide, np.nan), axis=1)
         self.low, self.high = _at(ordered, np.zeros_like(n), n), _at(ordered, n - 1, n)
         with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
-            if (
-                table.dtype.kind in "iu"
-                and wide.size
-                and np.abs(wide).max() * len(wide[0]) > _EXACT
-            ):
-                moments = _moments_of_integers(table)
-            else:
-                moments = _moments(wide, finite, self.low, self.high)
+            moments = _moments(wide, finite, self.low, self.high)
+            if table.dtype.kind in "iu" and wide.size:
+                large = np.abs(wide).max(axis=1) * wide.shape[1] > _EXACT
+                if large.any():
+                    moments[:, large] = _moments_of_integers(table[large])
         self.mean, self.std, self.rms, self.l2, self.skew, self.kurtosis = moments
         self.unique = np.full(len(wide), np.nan)
         if kind is not None and kind.exact:
@@ -104,7 +170,8 @@ class TableElements(Elements):
         """Return quantiles from the sorted rows."""
         n = self._number
         ranks = [np.rint((n - 1) * level).astype(np.int64) for level in levels]
-        return np.array([_at(self._ordered, rank, n) for rank in ranks]).reshape(-1, len(n)).T
+        elements = [_at(self._ordered, rank, n) for rank in ranks]
+        return np.array(elements).reshape(len(ranks), len(n)).T
 
     def count_where(self, condition: Callable[[Array], Array]) -> Array:
         """Count the elements that meet a condition."""
@@ -120,7 +187,7 @@ def _at(ordered: Array, positions: Array, n: Array) -> Array:
     return np.where(n > 0, elements, np.nan)
 
 
-def _moments(wide: Array, finite: Array, low: Array, high: Array) -> list[Array]:
+def _moments(wide: Array, finite: Array, low: Array, high: Array) -> Array:
     """Return mean, std, rms, l2, skew and kurtosis of the finite elements of each row."""
     n = finite.sum(axis=1)
     exponents = np.frexp(np.where(n > 0, np.maximum(np.abs(low), np.abs(high)), 0.0))[1]
@@ -137,10 +204,10 @@ def _moments(wide: Array, finite: Array, low: Array, high: Array) -> list[Array]
     rms = np.minimum(np.hypot(mean, std), np.maximum(np.abs(low), np.abs(high)))
     l2 = np.where(n > 0, np.sqrt(n) * rms, 0.0)
     scaled = [np.ldexp(numbers, exponents) for numbers in (mean, std, rms, l2)]
-    return [*scaled, skew, kurtosis]
+    return np.stack([*scaled, skew, kurtosis])
 
 
-def _moments_of_integers(table: Array) -> list[Array]:
+def _moments_of_integers(table: Array) -> Array:
     """Return the same moments for integers whose sums float64 does not hold exactly."""
     if table.itemsize < 8:
         table = table.astype(np.int64)
@@ -157,7 +224,7 @@ def _moments_of_integers(table: Array) -> list[Array]:
     mean = np.array([((high << 32) + low) / table.shape[1] for high, low in halves])
     std = np.sqrt(moments[1])
     rms = np.hypot(mean, std)
-    return [mean, std, rms, np.sqrt(table.shape[1]) * rms, *moments[2:]]
+    return np.stack([mean, std, rms, np.sqrt(table.shape[1]) * rms, *moments[2:]])
 
 
 def _central_moments(

@@ -16,8 +16,9 @@ import xarray as xr
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.kinds import kind_of
-from xckpt.arrays.lazy import LazyArray, SlicedArray, dense_values, flat_blocks
+from xckpt.arrays.lazy import LazyArray, SlicedArray, dense_values
 from xckpt.arrays.scaled import CodebookArray, QuantizedArray
+from xckpt.arrays.streams import ArrayStream, Transposed
 from xckpt.datasets.adapter_updates import Factors, factors_in
 from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import locating, warn
@@ -281,13 +282,6 @@ class _Difference:
                 yield from array.ranges(key)
 
 
-def in_memory(array: Any) -> Array:
-    """Return an array as a dense numpy array."""
-    if hasattr(array, "dask"):
-        array = array.compute()
-    return dense_values(array)
-
-
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A tensor as a matrix: rows along its first axis, columns along all others."""
@@ -347,14 +341,15 @@ class Matrix:
         sides: list[Any] = list(array.arrays) if isinstance(array, _Difference) else [array]
         if self._is_read_at_once:
             key = (slice(None),) * len(array.shape)
-            sides = [in_memory(side[key]).reshape(self.shape) for side in sides]
+            sides = [dense_values(side[key]).reshape(self.shape) for side in sides]
         if columns > rows:
-            sides = [_Turned(side) for side in sides]
+            sides = [Transposed(side, (1, 0)) for side in sides]
         width = min(rows, columns)
 
         def read_side(side: Any) -> Iterator[Array]:
-            nbytes = self._rows_at_once * width * side.dtype.itemsize
-            for _, values in flat_blocks(side, 0, rows * columns, nbytes, whole_rows=True):
+            stream = ArrayStream(side)
+            stream.read_rows(self._rows_at_once * width * side.dtype.itemsize)
+            for _, (values,) in stream.blocks(0, rows * columns):
                 yield values.reshape(-1, width)
 
         def read() -> Iterator[Array]:
@@ -371,16 +366,6 @@ class Matrix:
                 noise.is_complete = True
 
         return read
-
-
-class _Turned:
-    """A matrix whose columns are read as rows."""
-
-    def __init__(self, array: Any) -> None:
-        self.array, self.shape, self.dtype = array, array.shape[::-1], array.dtype
-
-    def __getitem__(self, key: tuple[slice]) -> Array:
-        return in_memory(self.array[:, key[0]]).T
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import OrderedDict
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
@@ -75,9 +76,15 @@ def exceeds_expansion(nbytes: int, stored_nbytes: int) -> bool:
     if nbytes <= max(UNCHECKED_NBYTES, _EXPANSION * stored_nbytes):
         return False
     import dask
+
+    return nbytes > _parsed(dask.config.get("xckpt.expansion-limit", _EXPANSION_LIMIT))
+
+
+@lru_cache
+def _parsed(size: str | float) -> int:
     from dask.utils import parse_bytes
 
-    return nbytes > int(parse_bytes(dask.config.get("xckpt.expansion-limit", _EXPANSION_LIMIT)))
+    return int(parse_bytes(size))
 
 
 def require_expansion(nbytes: int, stored_nbytes: int) -> None:

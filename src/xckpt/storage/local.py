@@ -33,7 +33,6 @@ _READ_NBYTES = 64 << 20
 # Part of a long read that is worth a thread, and the size of a huge page.
 _SHARE_NBYTES = 16 << 20
 _HUGE_PAGE = 2 << 20
-_HAS_PREADV = hasattr(os, "preadv")
 # Size of one request for read-ahead.
 _READAHEAD_NBYTES = 256 << 10
 # The overhead of a read is about the time to copy this many bytes.
@@ -139,9 +138,9 @@ class OpenFile:
 
     def expect(self, offset: int, nbytes: int) -> None:
         """Start reading a range into the page cache, unless it is cached."""
-        if not hasattr(os, "posix_fadvise") or all(
-            self._is_cached(position) for position in (offset, offset + nbytes - 1)
-        ):
+        if self._is_cached(offset) and self._is_cached(offset + nbytes - 1):
+            return
+        if not hasattr(os, "posix_fadvise"):
             return
         # A call reads no more than the device accepts in one request.
         for start in range(offset, offset + nbytes, _READAHEAD_NBYTES):
@@ -157,17 +156,17 @@ class OpenFile:
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill memory from a position in the file, and return the number of bytes read."""
-        if _HAS_PREADV:
-            nbytes = len(memory)
-            if nbytes <= _READ_NBYTES and os.preadv(self.fileno, [memory], offset) == nbytes:
-                return nbytes
-            return _read_fully(
-                memory, lambda part, done: os.preadv(self.fileno, [part], offset + done)
-            )
-        # Windows: positions belong to the descriptor, so threads take turns.
-        with self._lock, io.FileIO(self.fileno, closefd=False) as file:
-            file.seek(offset)
-            return _read_fully(memory, lambda part, _: file.readinto(part) or 0)
+        try:
+            preadv = os.preadv
+        except AttributeError:
+            # Windows: positions belong to the descriptor, so threads take turns.
+            with self._lock, io.FileIO(self.fileno, closefd=False) as file:
+                file.seek(offset)
+                return _read_fully(memory, lambda part, _: file.readinto(part) or 0)
+        nbytes = memory.nbytes
+        if nbytes <= _READ_NBYTES and preadv(self.fileno, [memory], offset) == nbytes:
+            return nbytes
+        return _read_fully(memory, lambda part, done: preadv(self.fileno, [part], offset + done))
 
 
 def _read_fully(memory: memoryview, read: Callable[[memoryview, int], int]) -> int:
@@ -222,8 +221,10 @@ class LocalSource(Source):
 
     def expect(self, offset: int, nbytes: int) -> None:
         """Start reading bytes that are needed soon; see `Source.expect`."""
-        with suppress(OSError, CheckpointError):
+        try:
             self.descriptor().expect(offset, nbytes)
+        except (OSError, CheckpointError):
+            return  # the read raises it
 
     def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
         """Read ranges of bytes into given memory; see `Source.read_into`."""

@@ -231,7 +231,7 @@ def _stored_elements(content: TensorContent) -> Iterator[tuple[Sequence[Any], An
             start += rows.shape[0]
     else:
         stream = Converted(array, content.dtype, "exact")
-        for position, block in stream.elements(0, prod(array.shape), thread_buffer()):
+        for position, (block,) in stream.elements(0, prod(array.shape), thread_buffer()):
             coords, values = stored_elements(block, content.name)
             yield np.unravel_index(position + coords[0], array.shape), values
 

@@ -32,32 +32,36 @@ from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.keys import chunks_along_slowest
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import nbytes_of, stored_dtype
-from xckpt.errors import UnsupportedError
+from xckpt.errors import CheckpointError, UnsupportedError
 from xckpt.formats.plan import PlannedPart, WantedPart, Written
 from xckpt.index import Part, strides_of
 from xckpt.interrupts import uninterrupted
+from xckpt.opening.names import INDEX_SUFFIX
 from xckpt.progress import Progress, report
-from xckpt.storage import new_file
+from xckpt.storage import is_remote
 from xckpt.storage.limits import open_file
 from xckpt.storage.sink import publish, write_at
-from xckpt.storage.source import components
+from xckpt.writing.rehearsal import changed_attributes
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from dask.delayed import Delayed
 
     from xckpt.arrays.converted import Cast
     from xckpt.arrays.streams import Block
     from xckpt.formats.plan import LiteralBytes, Plan
+    from xckpt.index import Index
     from xckpt.storage import Source
     from xckpt.storage.partial import Place
     from xckpt.storage.sink import Sink
     from xckpt.typing import Array
-    from xckpt.writing.gathering import Payload
+    from xckpt.writing.fitting import Fitting
+    from xckpt.writing.gathering import Gathered, Payload
+    from xckpt.writing.targets import Target
 
-__all__ = ["Target", "WriteJob"]
+__all__ = ["WriteJob", "write_job"]
 
 # Runs shorter than this, in bytes, are written through a memory map instead of by system calls.
 _SHORTEST_RUN = 1 << 12
@@ -96,37 +100,6 @@ class SpooledBytes(ByteStream):
             block = packed_codes(codes) if self.is_packed else codes
             yield position, (block,)
             position += len(block)
-
-
-class Target(NamedTuple):
-    """The path of a new file, for any process."""
-
-    path: str
-    overwrite: bool
-    storage_options: dict[str, Any] | None
-    has_config: bool = False  # in a file next to it, instead of an attribute
-
-    def companion(self, name: str) -> str:
-        """Return the path of another file of the same checkpoint."""
-        folder, slash, _ = self.path.rpartition("/")
-        return folder + slash + "/".join(components(name))
-
-    def open(self, name: str | None = None, *, beside: Sequence[Sink] = ()) -> Sink:
-        """Begin the companion of that name, or the file itself for None."""
-        return new_file(
-            self.path if name is None else self.companion(name),
-            overwrite=self.overwrite,
-            storage_options=self.storage_options,
-            beside=beside,
-        )
-
-    def check(self) -> None:
-        """Raise the error that writing the file would begin with."""
-        sink = self.open()
-        try:
-            sink.abort()
-        finally:
-            sink.abort()  # Ctrl-C may have come before the first call did anything
 
 
 class _FileToWrite(NamedTuple):
@@ -341,6 +314,70 @@ def _complete(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], W
     nbytes = end if plan.nbytes is None else plan.nbytes
     sink.resize(nbytes)
     return nbytes
+
+
+def write_job(
+    gathered: Gathered,
+    fitting: Fitting,
+    target: Target,
+    format_options: Mapping[str, Any],
+    *,
+    # Files that the tensors are read from.
+    sources: Iterable[Source],
+    # Returns the index of the file that the tensors come from, if it has the same format.
+    before: Callable[[], Index | None],
+    # The file to append to, and whether to replace its tensors that have the same name.
+    grown: Source | None = None,
+    replace: bool = False,
+) -> WriteJob:
+    """Return the job that writes a planned file, and warn of changes; nothing is written yet."""
+    path, writer = target.path, fitting.writer
+    if target.has_config:
+        attrs = {key: gathered.attrs[key] for key in gathered.attrs if key != "config"}
+        gathered = gathered._replace(attrs=attrs)
+    try:
+        draft, payloads = fitting.draft(gathered, path)
+        make_plan = writer.plan
+        if grown is not None:
+            make_plan = partial(writer.append, grown, replace=replace)
+        plan = make_plan(draft, **format_options)
+        for loss, names in plan.losses.items():
+            for name in names:
+                fitting.changes.add(loss, name)
+        for change, name in changed_attributes(
+            draft, plan, writer, given=format_options, before=before, grown=grown
+        ):
+            fitting.changes.add(change, name)
+        label = os.path.basename(path)  # noqa: PTH119  it may be a URL
+        paths = [path, *map(target.companion, plan.companions)]
+        superseded = None
+        if plan.suffix:
+            target.check()  # an existing file is an error, though it is not written
+            superseded = label if target.overwrite else None
+            target = target._replace(path=path + plan.suffix)
+            paths.append(target.path)
+        elif not is_remote(path) and os.path.lexists(path + INDEX_SUFFIX):
+            change = "readers may prefer what is next to it; remove it"
+            fitting.changes.add(change, label + INDEX_SUFFIX)
+        overwritten = {_resolved(name) for name in paths if target.overwrite}
+        job = WriteJob(
+            plan,
+            payloads,
+            fitting.cast,
+            target,
+            label,
+            grown=grown,
+            replaced=[source for source in sources if _resolved(source.name) in overwritten],
+            superseded=superseded,
+        )
+    except CheckpointError as error:
+        raise error.located(path=path) from error.__cause__
+    fitting.changes.warn(target.path)
+    return job
+
+
+def _resolved(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
 
 
 # --- dask arrays into their places ----------------------------------------------------------------

@@ -8,19 +8,16 @@ files if the file system supports it (Btrfs, XFS, bcachefs, NFS 4.2, SMB).
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import xarray as xr
 
-from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays, read_later
 from xckpt.arrays.converted import holds
 from xckpt.arrays.parts import part_readers
@@ -34,14 +31,11 @@ from xckpt.index import paused_collector
 from xckpt.labels.filters import combined, select_or_raise
 from xckpt.labels.renaming import new_names
 from xckpt.opening import open_index
-from xckpt.opening.names import INDEX_SUFFIX
-from xckpt.options import documented, suggest_option
-from xckpt.storage import is_remote, local_path
+from xckpt.options import documented
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.structure import structure_of
-from xckpt.writing.fitting import TENSOR_OPTIONS, Fitting, Requests
-from xckpt.writing.folders import FOLDER_FORMAT, InFolder, into_folder, is_folder
+from xckpt.writing.fitting import Fitting, Requests
 from xckpt.writing.gathering import (
     Gathered,
     gather,
@@ -49,11 +43,11 @@ from xckpt.writing.gathering import (
     source_files,
     stored_payload,
 )
-from xckpt.writing.job import Target, WriteJob
-from xckpt.writing.rehearsal import changed_attributes
+from xckpt.writing.job import write_job
+from xckpt.writing.targets import Target, into_folder, writer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from typing import Unpack
 
     from dask.delayed import Delayed
@@ -70,13 +64,7 @@ if TYPE_CHECKING:
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any]
 
-__all__ = ["Conversion", "Recast", "append", "convert", "save", "writer_of"]
-
-# Options that all formats have.
-_OPTIONS = (
-    *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
-    *("tensors", "exclude", "only", "dtype", "names", "verify", "source_engine", "skip_unreadable"),
-)
+__all__ = ["Conversion", "Recast", "append", "convert", "save"]
 
 
 @into_folder
@@ -123,13 +111,8 @@ def save(
     cast : {"exact", "allow", "never"}
         Permitted changes of element type: lossless ones (``"exact"``), or also ones that lose
         precision (``"allow"``). With ``"never"`` an unsupported type or layout is an error.
-    skip_unreadable : bool, default False
-        Leave out tensors that cannot be read, because a shard is missing or a file is damaged, or
-        that the format cannot store; a warning lists them. Otherwise they are an error.
     compute : bool, default True
         False returns a `dask.delayed.Delayed` that writes when it is computed.
-    overwrite : bool, default False
-        Replace an existing file.
     **format_options
         Options of the format itself.
 
@@ -171,10 +154,10 @@ def save(
     obj = as_dataset(obj)
     format = fitting.writer.name
     gathered = _gather_readable(obj, fitting, format)
-    job = _write_job(
+    job = write_job(
         gathered,
         fitting,
-        _target(path, overwrite=overwrite, storage_options=storage_options),
+        Target.of(path, overwrite=overwrite, storage_options=storage_options),
         format_options,
         sources=source_files(gathered.payloads),
         before=partial(_opened_as, obj, format),
@@ -270,11 +253,6 @@ def convert(
         Storage options by glob of tensor names, as for `xckpt.save`.
     cast : {"exact", "allow", "never"}
         Permitted changes of element type, as for `xckpt.save`.
-    skip_unreadable : bool, default False
-        Leave out tensors that cannot be read, because a shard is missing or a file is damaged, or
-        that the format cannot store; a warning lists them. Otherwise they are an error.
-    overwrite : bool, default False
-        Replace an existing file.
     verify : bool, optional
         Check the digests of the old file, unless False.
     source_engine : str, optional
@@ -321,7 +299,7 @@ def convert(
         cast,
         skip_unreadable=skip_unreadable,
     )
-    target = _target(dst, overwrite=overwrite, storage_options=storage_options)
+    target = Target.of(dst, overwrite=overwrite, storage_options=storage_options)
     source, index = open_index(
         src, source_engine, storage_options=storage_options, missing="ignore"
     )
@@ -349,7 +327,7 @@ def convert(
                 index.attr_types,
             )
             old = index if index.format == fitting.writer.name else None
-            job = _write_job(
+            job = write_job(
                 gathered,
                 fitting,
                 target,
@@ -398,6 +376,7 @@ def _select_tensors(
     return selected
 
 
+@documented
 def append(
     obj: Writable,
     path: str | PathLike[str],
@@ -431,9 +410,6 @@ def append(
         Storage options of the added tensors, as for `xckpt.save`.
     cast : {"exact", "allow", "never"}
         Permitted changes of element type, as for `xckpt.save`.
-    skip_unreadable : bool, default False
-        Leave out tensors that cannot be read, because a shard is missing or a file is damaged, or
-        that the format cannot store; a warning lists them. Otherwise they are an error.
     progress : bool or callable, optional
         Progress bar or callback, as for `xckpt.save`; includes the bytes of the old file.
     storage_options : dict, optional
@@ -480,10 +456,10 @@ def append(
         if isinstance(source, ShardedSource):
             reason, hint = "several files are one checkpoint here", "Append to one of them"
             raise UnsupportedError(reason, rule="Append", hint=hint)
-        job = _write_job(
+        job = write_job(
             _gather_readable(obj, fitting),
             fitting,
-            _target(path, overwrite=True, storage_options=storage_options),
+            Target.of(path, overwrite=True, storage_options=storage_options),
             format_options,
             sources=[source],
             before=partial(_opened_as, obj, index.format),
@@ -519,144 +495,6 @@ def _append_lock(source: Source) -> Iterator[None]:
         yield
     finally:
         del descriptor  # closing the file releases the lock
-
-
-# --- target and format ----------------------------------------------------------------------------
-
-
-def writer_of(
-    path: str | PathLike[str],
-    engine: str | None = None,
-    format_options: Mapping[str, Any] | None = None,
-) -> formats.Format:
-    """Return the format of a new file; raise `TypeError` for options that it does not have."""
-    engine = engine or (FOLDER_FORMAT if is_folder(path) else _format_of(os.fspath(path)))
-    writer = formats.writable(engine)
-    supported = tuple(writer.write_options)
-    for option in format_options or {}:
-        if option not in supported:
-            hint = suggest_option(option, (*supported, *_OPTIONS))
-            if option in {"tensors", "exclude", "only"}:
-                hint = f"select first: ds.ckpt.find({option}=...)"
-            elif option in TENSOR_OPTIONS:
-                hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
-            elif "did you mean" not in hint:
-                hint = f"it has {', '.join(supported) or 'none'}"
-            raise TypeError(f"format {writer.name!r} has no option {option!r} for writing; {hint}")
-    return writer
-
-
-def _target(
-    path: str | PathLike[str], *, overwrite: bool, storage_options: dict[str, Any] | None
-) -> Target:
-    target = os.fspath(path)
-    target = target if is_remote(target) else local_path(target)
-    return Target(target, overwrite, storage_options, has_config=isinstance(path, InFolder))
-
-
-def _write_job(
-    gathered: Gathered,
-    fitting: Fitting,
-    target: Target,
-    format_options: Mapping[str, Any],
-    *,
-    # Files that the tensors are read from.
-    sources: Iterable[Source],
-    # Returns the index of the file that the tensors come from, if it has the same format.
-    before: Callable[[], Index | None],
-    # The file to append to, and whether to replace its tensors that have the same name.
-    grown: Source | None = None,
-    replace: bool = False,
-) -> WriteJob:
-    """Return the job that writes a planned file, and warn of changes; nothing is written yet."""
-    path, writer = target.path, fitting.writer
-    if target.has_config:
-        attrs = {key: gathered.attrs[key] for key in gathered.attrs if key != "config"}
-        gathered = gathered._replace(attrs=attrs)
-    try:
-        draft, payloads = fitting.draft(gathered, path)
-        make_plan = writer.plan
-        if grown is not None:
-            make_plan = partial(writer.append, grown, replace=replace)
-        plan = make_plan(draft, **format_options)
-        for loss, names in plan.losses.items():
-            for name in names:
-                fitting.changes.add(loss, name)
-        for change, name in changed_attributes(
-            draft, plan, writer, given=format_options, before=before, grown=grown
-        ):
-            fitting.changes.add(change, name)
-        label = os.path.basename(path)  # noqa: PTH119  it may be a URL
-        paths = [path, *map(target.companion, plan.companions)]
-        superseded = None
-        if plan.suffix:
-            target.check()  # an existing file is an error, though it is not written
-            superseded = label if target.overwrite else None
-            target = target._replace(path=path + plan.suffix)
-            paths.append(target.path)
-        elif not is_remote(path) and os.path.lexists(path + INDEX_SUFFIX):
-            change = "readers may prefer what is next to it; remove it"
-            fitting.changes.add(change, label + INDEX_SUFFIX)
-        overwritten = {_resolved(name) for name in paths if target.overwrite}
-        job = WriteJob(
-            plan,
-            payloads,
-            fitting.cast,
-            target,
-            label,
-            grown=grown,
-            replaced=[source for source in sources if _resolved(source.name) in overwritten],
-            superseded=superseded,
-        )
-    except CheckpointError as error:
-        raise error.located(path=path) from error.__cause__
-    fitting.changes.warn(target.path)
-    return job
-
-
-def _resolved(path: str) -> str:
-    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
-
-
-def _format_of(path: str) -> str:
-    """Return the format that the suffix of a path belongs to; raise unless there is exactly one."""
-    name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
-    is_index = name.endswith(INDEX_SUFFIX)
-    name = name.removesuffix(INDEX_SUFFIX)
-    engines = [engine for engine in formats.names() if name.endswith(formats.suffixes(engine))]
-    candidates = [formats.get(engine) for engine in engines]
-    matches = {
-        format.name: suffix
-        for format in candidates
-        if format.can.types and (not is_index or "max_shard_size" in format.write_options)
-        for suffix in format.suffixes
-        if name.endswith(suffix)
-    }
-    if len(matches) > 1:  # a suffix that only one format uses takes precedence
-        exclusive = {format.name: format.own_suffixes for format in candidates}
-        matches = {
-            engine: suffix for engine, suffix in matches.items() if suffix in exclusive[engine]
-        } or matches
-    shared = [suffix for format in candidates for suffix in format.shared_suffixes]
-    # A shared suffix of one word, such as .bin, may be meant for another program's format.
-    is_common = any(suffix in shared and suffix.count(".") == 1 for suffix in matches.values())
-    if len(matches) == 1 and not is_common:
-        return next(iter(matches))
-    for format in candidates:
-        if not matches and name.endswith(format.own_suffixes):
-            formats.writable(format.name)  # raises an error that lists the writable formats
-    hint, choices = "", ", ".join(map(repr, matches))
-    if not matches:
-        writable = [format for format in formats.loaded() if format.can.types]
-        suffixes = [suffix for format in writable for suffix in format.suffixes]
-        ending = os.path.splitext(name)[1]  # noqa: PTH122
-        for similar in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
-            hint = f" (did you mean {similar!r}?)"
-        choices = ", ".join(repr(format.name) for format in writable)
-    problem = "several programs use" if matches else "no format that is written has"
-    raise ValueError(
-        f"{problem} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {choices}"  # noqa: PTH119
-    )
 
 
 # --- results of a conversion ----------------------------------------------------------------------

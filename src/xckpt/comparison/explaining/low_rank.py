@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.lazy import dense_values as in_memory
 from xckpt.comparison.explaining.outcome import Explanation
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
 from xckpt.errors import locating
 from xckpt.scan.cluster import send_out
-from xckpt.statistics.spectra import blas_threads, in_memory
+from xckpt.statistics.spectra import blas_threads
 from xckpt.storage.limits import cpu_count
 from xckpt.threads import Threads
 
