@@ -115,10 +115,10 @@ def _float32_middles() -> Array:
 
 
 @lru_cache(maxsize=256)
-def kind_of(dtype: np.dtype[Any]) -> Kind | None:
+def kind_of(dtype: np.dtype[Any] | str) -> Kind | None:
     """Return the kind of the elements of an array; None if they are not real numbers."""
-    name = dtype.name
-    if dtype.kind == "f" and dtype.itemsize > 8:
+    name = dtype if isinstance(dtype, str) else dtype.name
+    if not isinstance(dtype, str) and dtype.kind == "f" and dtype.itemsize > 8:
         name = "float64"  # extended precision occurs only in memory
     try:
         return kind_named(name)

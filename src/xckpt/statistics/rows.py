@@ -101,7 +101,7 @@ def describe_rows(
     options = []
     for stream, entry in zip(streams, entries, strict=True):
         variable = entry.variable
-        stored = np.dtype(variable.encoding.get("stored_dtype", variable.dtype))
+        stored = variable.encoding.get("stored_dtype", variable.dtype)
         kind = kind_of(stored) or kind_of(variable.dtype)
         options.append(_RowOptions(stream.row, kind, quantiles))
 

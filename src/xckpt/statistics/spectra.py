@@ -262,8 +262,7 @@ def _stored_kind(entry: Described, reader: ElementStream) -> Kind | None:
     if is_quantised or encoding.get("layout") in {"quantized", "blocks"}:
         return None
     # Chunks of a Dataset may be read as a wider type.
-    stored = encoding.get("stored_dtype")
-    return (kind_of(stored) if isinstance(stored, np.dtype) else None) or reader.kind
+    return kind_of(encoding.get("stored_dtype", "")) or reader.kind
 
 
 class _Difference:
