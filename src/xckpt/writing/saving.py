@@ -482,19 +482,21 @@ def _append_lock(source: Source) -> Iterator[None]:
         return
     import fcntl
 
-    descriptor = OpenFile(source.name)
+    descriptor = None
     try:
-        fcntl.flock(descriptor.fileno, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        text = "another process appends to this file"
-        raise BlockingIOError(error.errno, text, source.name) from None
-    except OSError:  # the file system has no locks
-        pass
-    source.check()  # the previous owner of the lock may have replaced the file
-    try:
+        descriptor = OpenFile(source.name)
+        try:
+            fcntl.flock(descriptor.fileno, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            text = "another process appends to this file"
+            raise BlockingIOError(error.errno, text, source.name) from None
+        except OSError:  # the file system has no locks
+            pass
+        source.check()  # the previous owner of the lock may have replaced the file
         yield
     finally:
-        del descriptor  # closing the file releases the lock
+        # Closing the file releases the lock, also if a notebook keeps the frames of an error.
+        del descriptor
 
 
 # --- results of a conversion ----------------------------------------------------------------------
