@@ -64,8 +64,10 @@ _SMALL_NBYTES = 1 << 18
 class ElementStream:
     """A tensor as a flat sequence; pickles by reference, so that tasks open the file themselves."""
 
-    #: The tensor's own name in the file.
+    #: Name of the tensor in results.
     name: str = ""
+    #: Name of the tensor in its file, for errors.
+    tensor: str = ""
     #: Number of elements, implied zeros of a sparse tensor included.
     size: int
     #: Bytes to read, for the progress.
@@ -170,7 +172,7 @@ def of_tensor(lazy: LazyArray, name: str = "") -> ElementStream:
         stream = ArrayStream(lazy)
     _ = stream.kind  # raises for elements that are not numbers
     stream._identify(lazy)  # noqa: SLF001
-    stream.name = name or lazy.name
+    stream.name, stream.tensor = name or lazy.name, lazy.name
     return stream
 
 
@@ -178,7 +180,7 @@ def of_array(array: Any, name: str = "") -> ElementStream:
     """Return the elements of a dask array, or of anything that is indexed like an array."""
     stream: ElementStream = ChunkedStream(array) if hasattr(array, "dask") else ArrayStream(array)
     stream.local = not hasattr(array, "dask")
-    stream.name = name
+    stream.name = stream.tensor = name
     _ = stream.kind  # raises for elements that are not numbers
     return stream
 

@@ -135,6 +135,7 @@ def _stream_of_rows(entry: Described) -> ElementStream:
         row_nbytes = prod(rows.shape[len(entry.dims) :]) * rows.dtype.itemsize
         stream.piece_nbytes = max(stream.piece_nbytes, row_nbytes)
     stream.name = str(entry.name)
+    stream.tensor = stream.tensor or stream.name
     stream.row = prod(rows.shape[len(entry.dims) :])
     stream.leaf = max(1, stream.row)
     return stream
