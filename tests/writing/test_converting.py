@@ -26,7 +26,7 @@ from xckpt.formats.plan import WantedPart
 from xckpt.index import Part
 from xckpt.storage.sink import Sink
 from xckpt.writing import convert, save, verify
-from xckpt.writing.gathering import part_bytes
+from xckpt.writing.payloads import part_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

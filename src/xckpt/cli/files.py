@@ -431,7 +431,6 @@ def verify(
     With --findings, the values of intact files are checked as by "xckpt stats --findings": the exit
     status is also 1 if any finding is an error or a warning.
     """
-    from xckpt.health import findings
     from xckpt.writing import verify as check
 
     require_rules(ignore)
@@ -459,6 +458,8 @@ def verify(
         if not as_json:
             _print_report(file, report)
         if with_findings and report.ok:
+            from xckpt.health import findings
+
             frame = findings(reading.dataset(file), ignore=ignore, progress=is_terminal())
             document["numbers"] = frame.to_dict("records")
             status = max(status, DAMAGED * calls_for_action(frame))

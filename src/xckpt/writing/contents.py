@@ -45,7 +45,7 @@ from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import UnsupportedError, locating
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
-from xckpt.writing.gathering import Unchanged, replacements
+from xckpt.writing.payloads import Unchanged, replacements
 from xckpt.writing.sparse_parts import stored_elements
 
 if TYPE_CHECKING:

@@ -10,188 +10,57 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-from uuid import uuid4
 
 import numpy as np
 import xarray as xr
-from dask.highlevelgraph import HighLevelGraph
 
-from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.converted import (
-    Converted,
-    StoredBytes,
-    bytes_of,
     densified,
     element_type,
     is_sparse,
 )
-from xckpt.arrays.dense import ChunkedArray, DenseArray, OnePartArray, dense_array
-from xckpt.arrays.graph import TensorLayer, lazy_of, tensor_array
-from xckpt.arrays.keys import target_nbytes
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.graph import lazy_of
 from xckpt.arrays.lazy import UnreadableArray
-from xckpt.arrays.parts import decoded_shape
+from xckpt.datasets.losses import losses
+from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.tensors import OpenTensors
-from xckpt.errors import UnsupportedError
-from xckpt.formats.plan import WantedPart, WantedTensor
-from xckpt.index import Arrangement, Quantization, Tensor
+from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError
+from xckpt.formats.plan import WantedPart
+from xckpt.index import Arrangement, Tensor
 from xckpt.labels import AxisNamer, explicit_name
-from xckpt.storage.source import files_of
+from xckpt.opening import open_index
 from xckpt.structure.dims import infer_dims
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of, is_in_memory
-from xckpt.writing.sparse_parts import canonical_parts, sparse_parts
+from xckpt.writing.payloads import Gathered, Payload, Unchanged
+from xckpt.writing.sparse_parts import sparse_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from xckpt.arrays import LazyArray
-    from xckpt.arrays.converted import ByteStream, Cast
-    from xckpt.arrays.parts import PartReader
-    from xckpt.index import Layout
-    from xckpt.storage import Source
-    from xckpt.writing.fitting import Changes
+    from xckpt.index import Index
+    from xckpt.writing.fitting import Changes, Fitting
 
 __all__ = [
     "Computed",
-    "Gathered",
-    "Payload",
-    "Unchanged",
     "array_of",
     "gather",
-    "lazy_dask_array",
     "listed",
-    "part_bytes",
-    "replacements",
-    "source_files",
-    "stored_payload",
+    "note_losses",
+    "opened_as",
     "unmodified_array",
 ]
 
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
 
 
-@dataclass(frozen=True, slots=True)
-class Payload(WantedTensor):
-    """A tensor to write, with the source of its values."""
-
-    #: The array of each part: one part of a file (`OnePartArray`), numpy's or dask's.
-    data: Mapping[str, Any] = field(default_factory=dict)
-    #: Makes a dense array of a tensor of another layout.
-    values: Callable[[], Any] | None = None
-    #: Tensors that a file holds in place of a quantised one; they are written unless a dense layout
-    #: is requested.
-    stored: tuple[Payload, ...] = ()
-
-    def part_bytes(self, role: str, part: WantedPart, cast: Cast) -> ByteStream:
-        """Return the bytes of a part in the form in which they are written."""
-        order = self.order if self.layout == "dense" else "C"
-        return part_bytes(self.data[role], part, order, cast, self.name)
-
-
-class Gathered(NamedTuple):
-    """All tensors of a new file, and its attributes."""
-
-    payloads: list[Payload]
-    attrs: Mapping[str, Any]
-    arrangement: Arrangement
-    attr_types: Mapping[str, str]  # element types that attributes have in the old file
-
-
-def stored_payload(
-    tensor: Tensor, readers: Mapping[str, PartReader], values: Callable[[], Any] | None = None
-) -> Payload:
-    """Return a tensor of a file, to be written with its stored bytes."""
-    layout: Layout = tensor.layout
-    data: dict[str, Any] = {}
-    parts: dict[str, WantedPart] = {}
-    if layout == "chunked":
-        # No format that is written has chunks of its own.
-        layout = "dense"
-        offset = min([part.offset for part in tensor.parts.values()])
-        parts["data"] = WantedPart.of(tensor.dtype, tensor.shape, source_offset=offset)
-        data["data"] = lazy_dask_array(ChunkedArray(tensor, readers, decode=False))
-    elif "sparse" in layout and (in_order := canonical_parts(tensor, readers)) is not None:
-        parts, data = in_order
-    else:
-        for role, p in tensor.parts.items():
-            name, reader = tensor.name, readers[role]
-            shape = decoded_shape(tensor, role, reader)
-            parts[role] = WantedPart.of(p.dtype, shape, p.encoding, p.digest, p.offset)
-            if layout == "blocks":
-                data[role] = BlockArray(name, reader, tensor.shape, tensor.dtype)
-            elif layout == "dense" and role == "data":
-                data[role] = dense_array(tensor, reader, decode=False)
-            else:
-                data[role] = DenseArray(name, reader, shape, decode=False, strict=tensor.strict)
-    # No format has codebooks: the stored tensors are written, or the values.
-    scheme = tensor.quantization
-    return Payload(
-        tensor.name,
-        tensor.dtype,
-        tensor.shape,
-        parts,
-        layout,
-        tensor.order,
-        tensor.attrs,
-        tensor.dims,
-        scheme if isinstance(scheme, Quantization) else None,
-        tensor.path,
-        data,
-        values,
-        tuple([stored_payload(*stored) for stored in replacements(tensor, readers)]),
-    )
-
-
-def replacements(
-    tensor: Tensor, readers: Mapping[str, PartReader]
-) -> Iterator[tuple[Tensor, Mapping[str, PartReader]]]:
-    """Yield the tensors that a file has in place of a quantised one, with their readers."""
-    for role, stored in (tensor.stored or {}).items():
-        yield stored, {"data": replace(readers[role], part=stored.parts["data"])}
-
-
-def part_bytes(array: Any, part: WantedPart, order: str, cast: Cast, tensor: str) -> ByteStream:
-    """Return the bytes of an array in the form of a part of a new file."""
-    if not isinstance(array, OnePartArray) or isinstance(array, DenseArray):
-        data = bytes_of(array, part.dtype, cast, order, tensor, is_packed=True)
-        if isinstance(data, Converted):
-            if not data.is_turned or (data.is_small and array.reader.part.encoding is None):
-                return data
-            chunked = lazy_dask_array(array.verified())
-            return Converted(chunked, part.dtype, cast, order, tensor, is_packed=True)
-    stored = array.reader.part
-    is_same = part.compression == stored.encoding and stored.skip is None
-    is_verbatim = stored.encoding is not None and is_same and part.level is None
-    return StoredBytes(array, is_verbatim=is_verbatim)
-
-
-def lazy_dask_array(lazy: LazyArray) -> Any:
-    """Make a dask array of a lazy one."""
-    chunks = lazy.chunks(target_nbytes())
-    return tensor_array(lazy, f"{lazy.name}-{uuid4().hex}", chunks, lazy.empty((0,) * lazy.ndim))
-
-
 # --- tensors of an object ---------------------------------------------------------------------
-
-
-class Unchanged(NamedTuple):
-    """A tensor of a file; `values` returns a dense array if it is stored otherwise."""
-
-    tensor: Tensor
-    readers: Mapping[str, PartReader]
-    values: Callable[[], Any] | None = None
-
-    @property
-    def name(self) -> str:
-        """Name in the new file."""
-        return self.tensor.name
-
-    def payload(self) -> Payload:
-        """Return the tensor to be written with its stored bytes."""
-        return stored_payload(*self)
 
 
 class Computed(NamedTuple):
@@ -225,11 +94,25 @@ class Computed(NamedTuple):
         return Payload(*common, path=path, data=data, values=values)
 
 
-def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
-    """Return the tensors, attributes and arrangement of an object, for a file of a format."""
+def note_losses(obj: Any, changes: Changes) -> None:
+    """Note tensors that arithmetic left out, and a Dataset without any."""
+    if not isinstance(obj, xr.Dataset | xr.DataTree):  # the user named each tensor
+        return
+    for loss in losses(OpenTensors(obj)):
+        for name in loss.names:
+            changes.add(str(loss), name)
+    was_opened = "format" in obj.encoding
+    if isinstance(obj, xr.Dataset) and not (was_opened or obj.variables or obj.attrs):
+        change = "it has no tensors; arithmetic keeps only those that both sides have"
+        changes.add(change, "Dataset")
+
+
+def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
+    """Return the tensors, attributes and arrangement of an object; see `require_readable`."""
     obj = _as_dataset(obj)
-    tensors, coords = listed(obj, changes, format)
+    tensors, coords = listed(obj, fitting.changes, format)
     payloads = [tensor.payload() for tensor in tensors]
+    fitting.require_readable(len(payloads), str(obj.encoding.get("source", "")))
     modules: dict[str, Any] = {}
     if isinstance(obj, xr.DataTree):
         modules = {
@@ -249,6 +132,22 @@ def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
     order = [payload.name for payload in payloads] if ordered else ()
     arrangement = Arrangement(tuple(coords), tuple(order), modules)
     return Gathered(payloads, attrs, arrangement, obj.encoding.get("attr_types", {}))
+
+
+def opened_as(obj: Any, format: str) -> Index | None:
+    """Return the index of the file that an object was opened from; None for other formats."""
+    root = obj.root if isinstance(obj, xr.DataTree) else obj
+    opened = isinstance(root, xr.Dataset | xr.DataArray | xr.DataTree)
+    if not opened or root.encoding.get("format") != format:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            source, index = open_index(root.encoding["source"], format)
+    except (LookupError, OSError, ValueError, CheckpointError):  # deleted, or needs options
+        return None
+    source.close()
+    return index
 
 
 def listed(
@@ -288,7 +187,8 @@ def _inferred_dims(
 
 
 def _as_dataset(obj: Any) -> xr.Dataset | xr.DataTree:
-    """Return a DataArray as a Dataset, and Datasets and DataTrees unchanged; raise for others."""
+    """Return a Dataset of a DataArray or of a mapping of names to arrays, and a tree unchanged."""
+    obj = as_dataset(obj)
     if isinstance(obj, xr.DataArray):
         if obj.name is None:
             raise ValueError("a DataArray is saved under its name: .rename('weight')")
@@ -299,22 +199,6 @@ def _as_dataset(obj: Any) -> xr.Dataset | xr.DataTree:
         text += f"{type(obj).__name__}{hint if isinstance(obj, str | os.PathLike) else ''}"
         raise TypeError(text)
     return obj
-
-
-def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
-    """Yield the files that the values of tensors are read or computed from."""
-    sources: dict[Source, None] = {}
-    for payload in payloads:
-        for array in payload.data.values():
-            if isinstance(array, OnePartArray):
-                sources[array.source] = None
-                continue
-            graph = getattr(array, "dask", None)
-            for layer in graph.layers.values() if isinstance(graph, HighLevelGraph) else ():
-                if isinstance(layer, TensorLayer):
-                    sources |= dict.fromkeys(layer.lazy.sources)
-    for source in sources:
-        yield from files_of(source)
 
 
 # --- unchanged variables --------------------------------------------------------------------

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from xckpt.storage.sink import Sink
     from xckpt.typing import Array
     from xckpt.writing.fitting import Fitting
-    from xckpt.writing.gathering import Gathered, Payload
+    from xckpt.writing.payloads import Gathered, Payload
     from xckpt.writing.targets import Target
 
 __all__ = ["WriteJob", "write_job"]

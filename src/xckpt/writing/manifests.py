@@ -27,11 +27,7 @@ from hashlib import sha256
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import xarray as xr
-
 from xckpt.arrays.parts import part_readers
-from xckpt.datasets.mappings import as_dataset
-from xckpt.datasets.tensors import OpenTensors
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import (
     FormatError,
@@ -60,10 +56,11 @@ from xckpt.writing.contents import (
     stored_contents,
 )
 from xckpt.writing.fitting import Changes
-from xckpt.writing.gathering import listed
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+    import xarray as xr
 
     from xckpt.errors import CheckpointError
     from xckpt.labels import TensorFilter
@@ -335,24 +332,12 @@ def manifest(
     """
     storage_options, progress = options["storage_options"], options["progress"]
     exceptions = options["exclude"], options["only"]
-    obj = as_dataset(obj)
-    if isinstance(obj, xr.Dataset | xr.DataTree | xr.DataArray):
+    if not isinstance(obj, Index) and (isinstance(obj, Mapping) or hasattr(obj, "to_dataset")):
         if engine is not None or storage_options is not None:
             raise TypeError(
                 "engine and storage_options apply to a path or URL, not to an open object"
             )
-        changes, opened = Changes(), OpenTensors(obj)
-        chosen = combined(tensors, *exceptions, lambda: [opened.structure])
-        tensors_of_obj = listed(obj, changes)[0]
-        payloads = {tensor.name: tensor for tensor in tensors_of_obj}
-        lost = select(changes.lost, chosen)
-        _warn_of_unreadable(
-            str(obj.encoding.get("source", "")),
-            {name: changes.lost[name] for name in lost},
-            len(payloads),
-        )
-        selected = [payloads[name] for name in select_or_raise(payloads, chosen)]
-        return _hashed(list(chain.from_iterable(map(contents_of, selected))), progress)
+        return _manifest_of_object(obj, tensors, exceptions, progress)
     path: Any = obj
     if isinstance(obj, Index):
         path, engine = obj.source, engine or obj.format
@@ -362,6 +347,31 @@ def manifest(
     with closing(source):
         chosen = combined(tensors, *exceptions, lambda: [structure_of(index)])
         return manifest_of(source, index, select_or_raise(index.tensors, chosen), progress)
+
+
+def _manifest_of_object(
+    obj: Any,
+    tensors: TensorFilter | None,
+    exceptions: tuple[TensorFilter | None, str | None],
+    progress: ProgressOption,
+) -> Manifest:
+    """Return the manifest of tensors of an xarray object, or of a mapping of names to arrays."""
+    from xckpt.datasets.mappings import as_dataset
+    from xckpt.datasets.tensors import OpenTensors
+    from xckpt.writing.gathering import listed
+
+    obj = as_dataset(obj)
+    changes, opened = Changes(), OpenTensors(obj)
+    chosen = combined(tensors, *exceptions, lambda: [opened.structure])
+    payloads = {tensor.name: tensor for tensor in listed(obj, changes)[0]}
+    lost = select(changes.lost, chosen)
+    _warn_of_unreadable(
+        str(obj.encoding.get("source", "")),
+        {name: changes.lost[name] for name in lost},
+        len(payloads),
+    )
+    selected = [payloads[name] for name in select_or_raise(payloads, chosen)]
+    return _hashed(list(chain.from_iterable(map(contents_of, selected))), progress)
 
 
 def manifest_of(

@@ -9,23 +9,17 @@ files if the file system supports it (Btrfs, XFS, bcachefs, NFS 4.2, SMB).
 from __future__ import annotations
 
 import sys
-import warnings
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import xarray as xr
-
 from xckpt.arrays import ReadOptions, lazy_arrays, read_later
 from xckpt.arrays.converted import holds
 from xckpt.arrays.parts import part_readers
-from xckpt.datasets.losses import losses
-from xckpt.datasets.mappings import as_dataset
-from xckpt.datasets.tensors import OpenTensors
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
+from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.formatting import binary_size, counted
 from xckpt.index import paused_collector
 from xckpt.labels.filters import combined, select_or_raise
@@ -36,20 +30,15 @@ from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.structure import structure_of
 from xckpt.writing.fitting import Fitting, Requests
-from xckpt.writing.gathering import (
-    Gathered,
-    gather,
-    lazy_dask_array,
-    source_files,
-    stored_payload,
-)
 from xckpt.writing.job import write_job
+from xckpt.writing.payloads import Gathered, lazy_dask_array, source_files, stored_payload
 from xckpt.writing.targets import Target, into_folder, writer_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Unpack
 
+    import xarray as xr
     from dask.delayed import Delayed
 
     from xckpt.arrays.converted import Cast
@@ -60,7 +49,6 @@ if TYPE_CHECKING:
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
-    from xckpt.writing.fitting import Changes
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any]
 
@@ -150,17 +138,18 @@ def save(
         cast,
         skip_unreadable=skip_unreadable,
     )
-    _note_losses(obj, fitting.changes)
-    obj = as_dataset(obj)
+    from xckpt.writing.gathering import gather, note_losses, opened_as
+
+    note_losses(obj, fitting.changes)
     format = fitting.writer.name
-    gathered = _gather_readable(obj, fitting, format)
+    gathered = gather(obj, fitting, format)
     job = write_job(
         gathered,
         fitting,
         Target.of(path, overwrite=overwrite, storage_options=storage_options),
         format_options,
         sources=source_files(gathered.payloads),
-        before=partial(_opened_as, obj, format),
+        before=partial(opened_as, obj, format),
     )
     if compute:
         job.run(progress)
@@ -168,42 +157,6 @@ def save(
     job.target.check()  # raise errors of the target now, not when the result is computed
     delayed: Delayed = job.delayed()
     return delayed
-
-
-def _gather_readable(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
-    """Return the contents of an object; see `Fitting.require_readable`."""
-    gathered = gather(obj, fitting.changes, format)
-    fitting.require_readable(len(gathered.payloads), str(obj.encoding.get("source", "")))
-    return gathered
-
-
-def _note_losses(obj: Any, changes: Changes) -> None:
-    """Note tensors that arithmetic left out, and a Dataset without any."""
-    if not isinstance(obj, xr.Dataset | xr.DataTree):  # the user named each tensor
-        return
-    tensors = OpenTensors(obj)
-    for loss in losses(tensors):
-        for name in loss.names:
-            changes.add(str(loss), name)
-    was_opened = "format" in obj.encoding
-    if isinstance(obj, xr.Dataset) and not (was_opened or obj.variables or obj.attrs):
-        change = "it has no tensors; arithmetic keeps only those that both sides have"
-        changes.add(change, "Dataset")
-
-
-def _opened_as(obj: Any, format: str) -> Index | None:
-    """Return the index of the file that an object was opened from; None for other formats."""
-    root = obj.root if isinstance(obj, xr.DataTree) else obj
-    if root.encoding.get("format") != format:
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CheckpointWarning)
-            source, index = open_index(root.encoding["source"], format)
-    except (LookupError, OSError, ValueError, CheckpointError):  # deleted, or needs options
-        return None
-    source.close()
-    return index
 
 
 @into_folder
@@ -448,7 +401,8 @@ def append(
     """
     if not isinstance(path, str | PathLike):
         raise TypeError(f"expected a path or URL, got {type(path).__name__}")
-    obj = as_dataset(obj)
+    from xckpt.writing.gathering import gather, opened_as
+
     source, index = open_index(path, storage_options=storage_options, whole=False)
     try:
         writer = writer_of(path, index.format, format_options)
@@ -457,12 +411,12 @@ def append(
             reason, hint = "several files are one checkpoint here", "Append to one of them"
             raise UnsupportedError(reason, rule="Append", hint=hint)
         job = write_job(
-            _gather_readable(obj, fitting),
+            gather(obj, fitting),
             fitting,
             Target.of(path, overwrite=True, storage_options=storage_options),
             format_options,
             sources=[source],
-            before=partial(_opened_as, obj, index.format),
+            before=partial(opened_as, obj, index.format),
             grown=source,
             replace=replace,
         )
