@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import xckpt
@@ -211,6 +212,15 @@ def test_importing_adds_little_time() -> None:
 
 def test_the_package_imports_nothing_heavy() -> None:
     assert not roots(import_times("import xckpt")) & {"numpy", "xarray", *HEAVY}
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "manifest", "convert"])
+def test_commands_on_bytes_import_no_arrays(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    xckpt.save({"w": np.ones((2, 3), "f4")}, path)
+    arguments = [command, str(path), *([str(tmp_path / "m.zt")] if command == "convert" else [])]
+    code = f"from xckpt.cli import main; assert main({arguments}) == 0"
+    assert not import_times(code).keys() & {"dask.array", "xarray", "pandas", "numba", "scipy"}
 
 
 def test_objects_in_memory_have_the_accessor() -> None:
