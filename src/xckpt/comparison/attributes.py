@@ -66,8 +66,8 @@ class AttributeChange(NamedTuple):
     def __str__(self) -> str:
         subject = shown(self.name)[1:-1]
         if self.tensors:
-            such = ", such as" if self.tensors > 1 else ""
-            subject += f" of {counted(self.tensors, 'tensor')}{such} {shown(self.tensor)}"
+            tensor, number = shown(self.tensor), counted(self.tensors, "tensor")
+            subject += f" of {number}, such as {tensor}," if self.tensors > 1 else f" of {tensor}"
         if self.a is None or self.b is None:
             side, value = ("b", self.b) if self.a is None else ("a", self.a)
             return f"{subject} is only in {side}: {value}"
