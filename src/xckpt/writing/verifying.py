@@ -258,9 +258,7 @@ def verify(
         message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
         finding = _finding(error)._replace(file=None, message=message)
         return Report(error.path or "", "", "", 0, 0, (finding,))
-    findings = [
-        Finding("warning", None, None, None, text) for text in (*index.warnings, *index.facts)
-    ]
+    findings = _stated(index)
     for name in () if index.checkpoint is None else index.checkpoint.incomplete:
         reason = "a download into the file did not end: its contents may have holes"
         findings.append(Finding("error", None, None, None, reason, name))
@@ -303,6 +301,17 @@ def verify(
     relative = tuple([f if f.file != source.name else f._replace(file=None) for f in findings])
     counts = len(checked_tensors), digests, relative, unchecked
     return Report(source.name, index.format, index.version, *counts)
+
+
+def _stated(index: Index) -> list[Finding]:
+    """Report the warnings of a checkpoint, and functions that run when others unpickle it."""
+    texts = (*index.warnings, *index.facts)
+    findings = [Finding("warning", None, None, None, text) for text in texts]
+    if index.executes:
+        functions = some(index.executes, "functions")
+        reason = f"unpickling it runs or imports {functions}: torch.load needs weights_only=True"
+        findings.append(Finding("error", None, "executes", None, reason))
+    return findings
 
 
 def _copies(
