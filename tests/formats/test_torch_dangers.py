@@ -50,7 +50,9 @@ def test_verify_fails_and_names_the_function(
     (executes,) = xckpt.read_index(path).executes
     assert executes.endswith(name)
     assert main(["verify", path]) == 1
-    assert name in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "UNSAFE" in out
+    assert name in out
 
 
 def test_values_of_usual_checkpoints_are_good(tmp_path: Path) -> None:
