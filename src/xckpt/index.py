@@ -563,6 +563,9 @@ class Index(Mapping[str, "Tensor"]):
     checkpoint : CheckpointFiles or None
         Which files are the checkpoint, what is missing, and what was left alone in their folder.
         None in the index of a single file that a format has read.
+    executes : tuple of str
+        Functions that run when another program unpickles the file, and that weights do not need,
+        such as ``"posix.system"``. Nothing in a file is executed here.
 
     Examples
     --------
@@ -584,6 +587,7 @@ class Index(Mapping[str, "Tensor"]):
     attr_types: Mapping[str, str] = field(default_factory=dict)
     files: FileSet | None = None
     checkpoint: CheckpointFiles | None = None
+    executes: tuple[str, ...] = ()
     _computed: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     def __getitem__(self, name: str) -> Tensor:

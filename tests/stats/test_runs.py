@@ -13,6 +13,7 @@ from tests.stats.checkpoints import write
 from xckpt.health import changes_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 Tensors = dict[str, np.ndarray[Any, np.dtype[Any]]]
@@ -226,3 +227,65 @@ class TestPicture:
             ds.isel(step=0).ckpt.plot.steps()
         with pytest.raises(ValueError, match="matches none of the 5 tensors; similar names"):
             ds.ckpt.plot.steps("m.layer.1.w")
+
+
+class TestRightAgain:
+    """Steps whose weights are wrong, while the next step continues from the step before."""
+
+    def steps(self, folder: Path, bad: dict[int, Callable[[Tensors, list[Tensors]], None]]) -> str:
+        rng = np.random.default_rng(7)
+        shapes = {f"m.layers.{n}.w": (48, 48) for n in range(6)} | {"m.scale": (), "m.norm": (48,)}
+        tensors: Tensors = {n: rng.standard_normal(s, np.float32) for n, s in shapes.items()}
+        past: list[Tensors] = []
+        for step in range(1, 11):
+            changes = {n: rng.standard_normal(s, np.float32) for n, s in shapes.items()}
+            tensors = {n: np.asarray(v + 0.02 * changes[n], "f4") for n, v in tensors.items()}
+            past.append(tensors)
+            written = dict(tensors)
+            if step in bad:
+                bad[step](written, past)
+            write(folder / f"step-{step * 100}.safetensors", written)
+        return str(folder / "step-*.safetensors")
+
+    def test_noise_at_one_step(self, tmp_path: Path) -> None:
+        def noise(tensors: Tensors, _: object) -> None:
+            rng = np.random.default_rng(1)
+            for name, values in tensors.items():
+                tensors[name] = np.asarray(values + 0.4 * rng.standard_normal(values.shape), "f4")
+
+        ((name, rule, value, text),) = rules(self.steps(tmp_path, {6: noise}))
+        assert (name, rule, round(value)) == ("step.600", "unlike_step", 20)
+        assert text.startswith("6 of 8 tensors changed from step 500 to 600, 20")
+        assert text.endswith(
+            "times as much as around it, and back by step 700: 'm.layers.{0..5}.w'"
+        )
+
+    def test_exchanged_layers(self, tmp_path: Path) -> None:
+        def exchange(tensors: Tensors, _: object) -> None:
+            a, b = "m.layers.2.w", "m.layers.3.w"
+            tensors[a], tensors[b] = tensors[b], tensors[a]
+
+        ((name, _, value, text),) = rules(self.steps(tmp_path, {6: exchange}))
+        assert (name, 60 < value < 80) == ("step.600", True)
+        assert "2 of 8 tensors" in text
+        assert "'m.layers.{2,3}.w'" in text
+
+    def test_tensors_of_an_early_step_for_two_steps(self, tmp_path: Path) -> None:
+        def stale(tensors: Tensors, past: list[Tensors]) -> None:
+            name = "m.layers.1.w"
+            changes = np.random.default_rng(len(past)).standard_normal((48, 48))
+            tensors[name] = np.asarray(past[0][name] + 0.01 * changes, "f4")
+
+        ((name, _, value, text),) = rules(self.steps(tmp_path, {6: stale, 7: stale}))
+        assert (name, 1.5 < value < 3) == ("step.600", True)
+        assert text.startswith("1 of 8 tensors changed from step 500 to 600")
+        assert text.endswith("back by step 800: 'm.layers.1.w'")
+
+    def test_steps_that_only_go_faster_are_good(self, tmp_path: Path) -> None:
+        def faster(tensors: Tensors, past: list[Tensors]) -> None:
+            rng = np.random.default_rng(len(past))
+            for name, values in past[-1].items():
+                change = rng.standard_normal(values.shape)
+                past[-1][name] = tensors[name] = np.asarray(values + 0.04 * change, "f4")
+
+        assert rules(self.steps(tmp_path, {5: faster, 6: faster})) == []

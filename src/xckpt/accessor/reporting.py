@@ -56,6 +56,7 @@ _TEXT_FIELDS = (
 _WORDS = {
     "same": "the same",
     "changed": "changed",
+    "close": "close",
     "only_a": "only in {a}",
     "only_b": "only in {b}",
     "shape": "of another shape",
@@ -136,6 +137,12 @@ def relate(
     document.paragraph(f"{counted(len(frame), 'tensor')}: {', '.join(parts) or 'none in common'}.")
     if sentence := comparison.attrs.get("explanation"):
         document.paragraph(str(sentence))
+    if attributes := comparison.attrs.get("attributes", ()):
+        document.heading("Attributes")
+        _add_table(
+            document, [Field("attributes that differ")], [[t] for t in attributes[:_MOST_CHANGES]]
+        )
+        _add_rest(document, len(attributes) - _MOST_CHANGES, "attribute")
     lines = comparison_lines(frame)
     if len(lines) > 1:
         fields = [Field("tensors", "name"), Field("difference"), Field("number")]

@@ -61,6 +61,7 @@ _STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red"}
 _STATUS |= dict.fromkeys(("shape", "unreadable"), "bold red")
 _WORDS = {
     "changed": "changed",
+    "close": "close",
     "only_a": "only in A",
     "only_b": "only in B",
     "shape": "of another shape",
@@ -359,6 +360,15 @@ def spectrum(
 @click.option(
     "--write-names", metavar="FILE", help="Write the matched names of A and B to a JSON file."
 )
+@click.option(
+    "--fail-above",
+    "bounds",
+    multiple=True,
+    metavar="MEASURE=VALUE",
+    help="Tensors that differ by at most this, such as rel_l2=1e-3, are close, and no failure. May "
+    "be repeated.",
+)
+@click.option("--ignore-attrs", is_flag=True, help="Compare numbers only, and no attributes.")
 @by_option
 @_cache_option
 @reading_options
@@ -379,6 +389,8 @@ def compare(
     dims: tuple[str, ...],
     codes: bool,
     write_names: str | None,
+    bounds: tuple[str, ...],
+    ignore_attrs: bool,
     keys: str | None,
     no_cache: bool,
     as_json: bool,
@@ -386,16 +398,23 @@ def compare(
     """Print how much the tensors of A and B differ.
 
     Formats and element types may differ, since values are compared: a tensor equals a copy of it in
-    a larger type. The exit status is 1 if there is any difference. With --explain, print a summary,
-    the unexplained tensors, and patterns of the explained ones: rounded, transposed, renamed, ...
-    The exit status is then 0 if every tensor is explained. With --json, list all tensors.
+    a larger type. The exit status is 1 if there is any difference, in attributes too. With
+    --explain, print a summary, the unexplained tensors, and patterns of the explained ones:
+    rounded, transposed, renamed, ... The exit status is then 0 if every tensor is explained. With
+    --json, list all tensors.
     With --by, print a row for each layer, role, ... instead.
 
     More than twelve differences are also summarised in sentences: which modules changed, and by how
     much. In a terminal the table then has twenty rows, unless --limit states another number.
     """
     from xckpt.comparison import compare as compute
-    from xckpt.statistics import OF_CODES, comparison_lines, matched_names, table
+    from xckpt.statistics import (
+        OF_CODES,
+        attribute_sentence,
+        comparison_lines,
+        matched_names,
+        table,
+    )
 
     explain = explain or adapter is not None
     matching = _matching(rename, names)
@@ -418,6 +437,8 @@ def compare(
             codes=codes,
             explain=explain,
             adapter=adapter,
+            fail_above=_bounds(bounds),
+            ignore_attrs=ignore_attrs,
             progress=is_terminal(),
             cache=not no_cache,
             storage_options=reading.storage_options,
@@ -430,11 +451,7 @@ def compare(
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
     if sort is not None:
         frame = frame.sort_values(sort, ascending=False, kind="stable")
-    is_good = bool((frame["status"] == "same").all())
-    conclusion: dict[str, Any] = {"same": is_good}
-    if explain:
-        is_good = bool((frame["outcome"] == "explained").all())
-        conclusion |= {"explained": is_good, "explanation": result.attrs["explanation"]}
+    is_good, conclusion = _conclusion(result, frame, has_bounds=bool(bounds))
     sentences = [] if dims else [str(line) for line in comparison_lines(frame)]
     if keys:
         norms = _stats_for_groups(frame, ours, cache=not no_cache)
@@ -449,7 +466,27 @@ def compare(
         unit = "channels" if dims else "tensors"
         show = _TableOptions(unit, chosen, most_wanted, _row_limit(limit), everything=everything)
         _print_differences(frame, result.attrs.get("explanation"), sentences, show)
+        if sentence := attribute_sentence(result, "--json lists all"):
+            complain(sentence)
     return int(not is_good)
+
+
+def _conclusion(
+    result: xr.Dataset, frame: pd.DataFrame, *, has_bounds: bool
+) -> tuple[bool, dict[str, Any]]:
+    """Return whether a comparison succeeds, and what the JSON document states about all of it."""
+    is_same, is_good = frame["status"] == "same", frame["status"].isin(["same", "close"])
+    conclusion: dict[str, Any] = {"same": bool(is_same.all())}
+    if has_bounds:
+        conclusion["close"] = bool(is_good.all())
+    if "outcome" in frame:
+        is_explained = frame["outcome"] == "explained"
+        is_good = is_explained | (frame["status"] == "close")
+        sentence = result.attrs["explanation"]
+        conclusion |= {"explained": bool(is_explained.all()), "explanation": sentence}
+    changes = result.encoding.get("attributes", ())
+    conclusion["attributes"] = [change.as_json() for change in changes]
+    return bool(is_good.all()) and not changes, conclusion
 
 
 class _TableOptions(NamedTuple):
@@ -477,6 +514,20 @@ def _print_differences(
             print_sentence(sentence)
     print_frame = _print_explanations if is_explained else _print_comparison
     print_frame(frame, show)
+
+
+def _bounds(texts: Sequence[str]) -> dict[str, float]:
+    """Parse --fail-above: measures with their bounds."""
+    bounds: dict[str, float] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            bounds[name.strip()] = float(value)
+        except ValueError:
+            reason = f"{value!r} is not a number" if equals else "it takes MEASURE=VALUE"
+            message = f"--fail-above {text}: {reason}, such as rel_l2=1e-3"
+            raise click.UsageError(message) from None
+    return bounds
 
 
 def _require_whole_tensors(dims: tuple[str, ...], options: dict[str, Any]) -> None:
@@ -581,7 +632,8 @@ def _print_comparison(frame: pd.DataFrame, show: _TableOptions) -> None:
         _print_rows(listed, show)
     counts = Counter(frame["status"])
     facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
-    complain(f"{len(frame):,} {show.unit}: {', '.join(facts) or 'all are the same'}")
+    unit = show.unit if len(frame) != 1 else show.unit.removesuffix("s")
+    complain(f"{len(frame):,} {unit}: {', '.join(facts) or 'all are the same'}")
 
 
 def _print_rows(listed: pd.DataFrame, show: _TableOptions) -> None:

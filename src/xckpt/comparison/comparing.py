@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xarray as xr
 
+from xckpt.comparison.attributes import attribute_changes, state_attributes
+from xckpt.comparison.bounds import bounded, checked_bounds, mark_close
 from xckpt.comparison.cells import (
     CELL_NBYTES,
     Channels,
@@ -52,7 +54,7 @@ from xckpt.statistics.tables import STATUSES, TIED
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Unpack
 
     from xckpt.arrays.streams import ChunkedZip, Zip
@@ -82,6 +84,8 @@ def compare(
     codes: bool = False,
     explain: bool = False,
     adapter: Describable | None = None,
+    fail_above: Mapping[str, float] | None = None,
+    ignore_attrs: bool = False,
     compute: bool = True,
     **options: Unpack[ScanOptions],
 ) -> Dataset:
@@ -123,6 +127,12 @@ def compare(
         ``adapter_config.json`` next to the file, or from tensors ``alpha``; without it, the scale
         that fits is used and named. Names of other libraries and formats lead to the tensors of
         `a` by their places in the model.
+    fail_above : mapping of str to float, optional
+        Bounds of measures, such as ``{"rel_l2": 1e-3}``: a tensor that differs, but is within all
+        of them, has the status ``close``. Measures are ``max_abs``, ``rmse``, ``rel_l2``, ``nmse``,
+        and ``nan`` and ``inf``, whose bounds are 0 by default.
+    ignore_attrs : bool
+        Do not compare attributes: of the files, of ``config.json``, of tokenizers, of tensors.
     compute : bool
         If False, return dask arrays, which run the pass when they are computed.
 
@@ -131,12 +141,14 @@ def compare(
     xarray.Dataset
         Each variable of `a`, with the dimension ``statistic`` first and then the dimensions along
         which tensors are stacked; then a variable for each tensor that only `b` has. `xckpt.table`
-        lays the result out with one row for each tensor, most changed first.
+        lays the result out with one row for each tensor, most changed first. If attributes differ,
+        ``attrs["attributes"]`` has a sentence for each.
 
         ==================  ====================================================================
         ``status``          0 same, 1 changed, 2 only_a, 3 only_b, 4 shape (the shapes differ),
-                            5 unreadable (in `a` or `b`); a table has the words. Tensors are the
-                            same if all elements are equal; their types may differ.
+                            5 unreadable (in `a` or `b`), 6 close (see `fail_above`); a table has
+                            the words. Tensors are the same if all elements are equal; their types
+                            may differ.
         ``count``           number of elements
         ``equal_fraction``  fraction of the elements that are equal: the same number (-0.0 equals
                             0.0), or both NaN
@@ -239,9 +251,9 @@ def compare(
     >>> result.ckpt.table().query("status == 'changed'").head(3)
     """
     explain = explain or adapter is not None
-    if (codes or explain) and (dim is not None or not compute):
-        keyword = "codes=True" if codes else "explain=True" if adapter is None else "adapter"
-        raise ValueError(f"{keyword} needs whole tensors at once: leave out dim and compute=False")
+    bounds = checked_bounds(fail_above)
+    if dim is not None or not compute:
+        _require_no_whole_tensors(codes=codes, explain=explain, adapter=adapter)
     storage_options, cache = options["storage_options"], options["cache"]
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
@@ -249,9 +261,8 @@ def compare(
     warn_of_unreadable(ours, sides[0])
     if theirs.source != ours.source or not ours.source:
         warn_of_unreadable(theirs, sides[1])
-    if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
-        both = ([reader.name for entry in side for reader in entry.readers] for side in sides)
-        names = dict(zip(*both, strict=False))
+    if names is None:
+        names = _names_of_arrays([a, b], sides)
     tensors = filter_of(tensors, options, ours, theirs)
     attrs_of_sides = [ours.attrs, theirs.attrs]
     entries, rows, progress = matched(
@@ -268,7 +279,7 @@ def compare(
         entries, rows, inputs = _along(dim, entries, rows)
         find = partial(_compare_channels, progress=progress)
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
-    values = find(inputs) if compute else deferred(find, inputs, shapes)
+    values = find(inputs) if compute else deferred(partial(bounded, find, bounds), inputs, shapes)
     is_tied = any(row.partner and row.partner.rule == TIED for matches in rows for row in matches)
     attrs = _attrs_of(entries, rows, has_names=names is not None or is_tied)
     summary = {}
@@ -284,12 +295,40 @@ def compare(
         summary = _add_explanations(
             entries, rows, values, attrs, sides=(ours, theirs), progress=progress, merges=merges
         )
+    if compute:  # explanations take close tensors as changed
+        values = mark_close(values, bounds)
     statistics: tuple[str, ...] = MEASURES
     if codes:
         statistics += OF_CODES
         values = _with_codes(inputs, values, sums, progress, cache=cache)
     result = laid_out(statistics, entries, values, attrs, ours)
     result.attrs |= {"status": list(STATUSES), **summary}
+    if not ignore_attrs:
+        state_attributes(result, attribute_changes(ours, theirs, rows))
+    return _with_origins(result, sums, theirs)
+
+
+def _require_no_whole_tensors(*, codes: bool, explain: bool, adapter: Any) -> None:
+    """Raise if an option of whole tensors is combined with `dim` or ``compute=False``."""
+    if codes or explain:
+        keyword = "codes=True" if codes else "explain=True" if adapter is None else "adapter"
+        raise ValueError(f"{keyword} needs whole tensors at once: leave out dim and compute=False")
+
+
+def _names_of_arrays(
+    objects: Sequence[Any], sides: Sequence[Sequence[Described]]
+) -> dict[str, str] | None:
+    """Return the names of two DataArrays, which are compared whatever these are; else None."""
+    if not all(isinstance(obj, xr.DataArray) for obj in objects):
+        return None
+    both = ([reader.name for entry in side for reader in entry.readers] for side in sides)
+    return dict(zip(*both, strict=False))
+
+
+def _with_origins(
+    result: Dataset, sums: dict[str, tuple[float, ...]], theirs: OpenTensors
+) -> Dataset:
+    """Add the sums that groups need, and the name of the other file, to a result."""
     if sums:
         result.encoding["sums"] = sums
     if theirs.source:

@@ -13,6 +13,7 @@ import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
 
+from xckpt.arrays import read_later
 from xckpt.arrays.graph import TensorLayer, lazy_of
 from xckpt.datasets.listing import list_arrays
 from xckpt.datasets.making import make_dataset
@@ -36,6 +37,7 @@ from xckpt.labels.filters import (
     suggest_names,
     warn_of_exclusions,
 )
+from xckpt.storage.source import sources_of
 from xckpt.structure import Structure, structure_of
 from xckpt.structure.declared import facts_kept
 from xckpt.structure.facts import model_facts
@@ -167,6 +169,10 @@ class OpenTensors:
     def attrs(self) -> Mapping[Any, Any]:
         """Attributes of the checkpoint."""
         return self._root.attrs
+
+    def read_attrs(self) -> Mapping[Any, Any]:
+        """Return the attributes of the checkpoint with lists that can be read."""
+        return self.attrs
 
     def origins(self, most: int) -> list[str]:
         """Return the files that the first variables are computed from, while they are lazy."""
@@ -495,6 +501,11 @@ class FileTensors(OpenTensors):
     def attrs(self) -> Mapping[Any, Any]:
         """Attributes of the file."""
         return self._opened[1].attrs
+
+    def read_attrs(self) -> Mapping[Any, Any]:
+        """Return the attributes of the file with lists that can be read."""
+        source, index, _ = self._opened
+        return read_later(index.attrs, sources_of(source, index.shards))
 
     @property
     def origin(self) -> DescribedTensors:

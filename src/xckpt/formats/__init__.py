@@ -178,6 +178,9 @@ class Format:
         The reverse of `types`; the first of several spellings.
     can : Can
         Capabilities for writing.
+    storage_attrs : tuple of str
+        Names of attributes, of the file or of tensors, that state how it is stored and by which
+        program, not what it contains; comparisons leave them out.
     """
 
     name: ClassVar[str]
@@ -190,6 +193,7 @@ class Format:
     types: ClassVar[Mapping[Any, str]] = {}
     spellings: ClassVar[Mapping[str, Any]] = {}
     can: ClassVar[Can] = Can()
+    storage_attrs: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         cls.suffixes = cls.suffixes or _REGISTRY.get(cls.__name__, ())

@@ -490,9 +490,11 @@ def locating(
 class Notes:
     """A collection of warnings about a file, with one short text for each reason."""
 
-    __slots__ = ("_notes",)
+    __slots__ = ("_notes", "executes")
 
     def __init__(self) -> None:
+        #: For `Index.executes`.
+        self.executes: list[str] = []
         self._notes: dict[str, tuple[int, str]] = {}
 
     def add(self, reason: str, place: str) -> None:
@@ -547,7 +549,8 @@ def index_of(
     """Return the Index of a file and its shards, with their total size."""
     shards = shards or {}
     size = source.size + sum(shard.size for shard in shards.values())
-    return Index(format, version, tensors, attrs, source.name, size, shards, notes.warnings())
+    fields = (format, version, tensors, attrs, source.name, size, shards, notes.warnings())
+    return Index(*fields, executes=tuple(dict.fromkeys(notes.executes)))
 
 
 # --- names of axes --------------------------------------------------------------------------------

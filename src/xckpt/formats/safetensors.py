@@ -104,6 +104,7 @@ class Safetensors(Format):
     description = "safetensors files"
     types = _TYPES
     # An index of shards has the attribute total_size.
+    storage_attrs = ("format", "total_size", _SHARDING)
     can = Can(file_attrs=None, stated_attrs=("total_size", _SHARDING), arrangement=True)
 
     def detect(self, head: bytes, size: int, name: str) -> bool:

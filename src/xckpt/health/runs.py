@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from xckpt.comparison.comparing import compare_pairs
 from xckpt.comparison.measures import MEASURES
 from xckpt.comparison.pairs import pair_of
 from xckpt.datasets.tensors import run_dim
+from xckpt.errors import some
 from xckpt.formatting import counted
 from xckpt.health.equal_tensors import equal_to
 from xckpt.health.evidence import EVERY, Evidence, Rule, RuleFinding, out_of_line
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
+from xckpt.notebook.folding import fold
 from xckpt.scan.entries import contents_of, entries_of
 from xckpt.structure import Role
 from xckpt.structure.numbering import split_leaf
+from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -55,23 +60,34 @@ class StepChanges:
         self.places = np.array(
             [[places.get(step, -1) for step in self.steps] for places in by_name.values()], np.int64
         ).reshape(len(self.names), len(self.steps))
-        before, after = self.places[:, :-1], self.places[:, 1:]
+        self._evidence, self._structure = evidence, evidence.structure
+        by_measure = self._compare(self.places[:, :-1], self.places[:, 1:])
+        self.same = by_measure["status"] == 0
+        #: Norm of the change; also divided by the norm at the later step.
+        self.norm = _norm_of(by_measure)
+        self.relative = by_measure["rel_l2"]
+        #: Number of elements that changed.
+        self.changed = by_measure["count"] * (1 - by_measure["equal_fraction"])
+        #: Role of each tensor.
+        self.roles = [evidence.roles[int(places[places >= 0][0])] for places in self.places]
+
+    def _compare(self, before: Array, after: Array) -> dict[str, Array]:
+        """Return the `MEASURES` of the tensors at places of steps; NaN if one has no tensor."""
         exists = (before >= 0) & (after >= 0)
-        readers, names = evidence.readers, evidence.names
+        readers, names = self._evidence.readers, self._evidence.names
         pairs = [
             pair_of(readers[new], readers[old], names[new])
             for old, new in zip(before[exists].tolist(), after[exists].tolist(), strict=True)
         ]
         table = np.full((*before.shape, len(MEASURES)), np.nan)
-        table[exists] = compare_pairs(pairs, progress=evidence.progress, cache=evidence.cache)
-        by_measure = {name: table[..., column] for column, name in enumerate(MEASURES)}
-        self.same = by_measure["status"] == 0
-        #: Norm of the change; also divided by the norm at the later step.
-        self.norm = by_measure["rmse"] * np.sqrt(by_measure["count"])
-        self.relative = by_measure["rel_l2"]
-        self._evidence, self._structure = evidence, evidence.structure
-        #: Role of each tensor.
-        self.roles = [evidence.roles[int(places[places >= 0][0])] for places in self.places]
+        if pairs:
+            options: Any = {"progress": self._evidence.progress, "cache": self._evidence.cache}
+            table[exists] = compare_pairs(pairs, **options)
+        return {name: table[..., column] for column, name in enumerate(MEASURES)}
+
+    def norm_between(self, rows: Array, before: Array, after: Array) -> Array:
+        """Return the norm of the change of each of several tensors between any two steps."""
+        return _norm_of(self._compare(self.places[rows, before], self.places[rows, after]))
 
     def relative_change(self, rows: Sequence[int]) -> Array:
         """Return the norm of the change of several tensors together, relative to their norm."""
@@ -102,6 +118,10 @@ class StepChanges:
         """Return the row of the first tensor of a step, for findings about the whole step."""
         places = self.places[:, self.steps.index(step)]
         return int(places[places >= 0][0])
+
+
+def _norm_of(by_measure: dict[str, Array]) -> Array:
+    return by_measure["rmse"] * np.sqrt(by_measure["count"])
 
 
 def joint_norm(norms: Array) -> Array:
@@ -163,8 +183,19 @@ class IdenticalStep(_RunRule):
             yield self._at_step(evidence, changes.first_row(step), first, f"{sentence} {first}")
 
 
+class Excursion(NamedTuple):
+    """Steps in a row at which tensors are far from the steps around, which are close together."""
+
+    #: Positions of the last step before and of the first step after.
+    before: int
+    after: int
+    rows: Array  # of the tensors
+    #: Change of these tensors together to the first of the steps, relative to the changes around.
+    factor: float
+
+
 class UnlikeStep(_RunRule):
-    """The weights change much more, or less, than at the steps around."""
+    """The weights change much more, or less, than at the steps around; or they change back."""
 
     name = "unlike_step"
     threshold = 6.0  # robust standard deviations, each at least a factor of 1.25
@@ -172,8 +203,65 @@ class UnlikeStep(_RunRule):
     #: A change this many times as large as its neighbours is reported even in short runs.
     enough = 5.0
     fewest_changes = 4
+    # A change that is undone: how many times as large as the changes around, the cosine between
+    # both changes, the number of steps until then, and of elements, since few are often rounded
+    # forth and back.
+    least_excursion, most_cosine, longest_excursion, fewest_elements = 1.5, -0.5, 3, 100
 
     def _judge_run(self, evidence: Evidence, changes: StepChanges) -> Iterator[RuleFinding]:
+        excursions = self._excursions(changes)
+        for excursion in excursions:
+            yield self._undone(evidence, changes, excursion)
+        undone = {n for trip in excursions for n in range(trip.before, trip.after)}
+        for interval, factor, sentence in self._jumps(changes):
+            if interval not in undone:
+                row = changes.first_row(changes.steps[interval + 1])
+                yield self._at_step(evidence, row, factor, sentence)
+
+    def _excursions(self, changes: StepChanges) -> list[Excursion]:
+        """Find steps at which tensors are far from the steps around, from the shortest ones."""
+        rate = changes.norm / np.sqrt(np.diff(changes.steps))
+        is_enough = (changes.changed >= self.fewest_elements) & np.isfinite(rate)
+        rate = np.where(is_enough, rate, 0.0)
+        excursions: list[Excursion] = []
+        is_explained = np.zeros(rate.shape, bool)
+        for span in range(1, min(self.longest_excursion, rate.shape[1] - 2) + 1):
+            # Each window has the change to the first step and back, and those between and around.
+            windows = sliding_window_view(np.pad(rate, ((0, 0), (1, 1))), span + 3, axis=1)
+            others = np.delete(windows, [1, span + 1], axis=2).max(axis=2)
+            least = windows[..., [1, span + 1]].min(axis=2)
+            is_large = (least > 0) & (least >= self.least_excursion * others)
+            is_large &= ~is_explained[:, :-span] & ~is_explained[:, span:]
+            rows, starts = np.nonzero(is_large)
+            there, back = changes.norm[rows, starts], changes.norm[rows, starts + span]
+            total = changes.norm_between(rows, starts, starts + span + 1)
+            is_undone = total**2 - there**2 - back**2 <= 2 * self.most_cosine * there * back
+            rows, starts = rows[is_undone], starts[is_undone]
+            is_explained[rows, starts] = is_explained[rows, starts + span] = True
+            for start in np.unique(starts).tolist():
+                of_start = rows[starts == start]
+                with np.errstate(divide="ignore"):
+                    factor = joint_norm(rate[of_start, start]) / joint_norm(others[of_start, start])
+                excursions.append(Excursion(start, start + span + 1, of_start, float(factor)))
+        return excursions
+
+    def _undone(self, evidence: Evidence, changes: StepChanges, trip: Excursion) -> RuleFinding:
+        """Return the finding about tensors that were wrong at some steps only."""
+        before, first, after = (
+            changes.steps[n] for n in (trip.before, trip.before + 1, trip.after)
+        )
+        patterns = fold(Row(changes.names[row], "", (), 0) for row in trip.rows.tolist())
+        names = some([pattern.text for pattern in patterns], "patterns of names", 3)
+        number = counted(len(changes.names), "tensor")
+        times = f", {trip.factor:.3g} times as much as around it" if isfinite(trip.factor) else ""
+        sentence = (
+            f"{len(trip.rows):,} of {number} changed from step {before} to {first}{times}, "
+            f"and back by step {after}: {names}"
+        )
+        return self._at_step(evidence, changes.first_row(first), trip.factor, sentence)
+
+    def _jumps(self, changes: StepChanges) -> Iterator[tuple[int, float, str]]:
+        """Yield intervals in which all tensors together change unusually: factor and sentence."""
         steps = np.array(changes.steps, np.float64)
         total = np.sqrt(np.nansum(changes.norm**2, axis=0))
         intervals = np.flatnonzero(np.isfinite(total) & (total > 0))
@@ -199,7 +287,7 @@ class UnlikeStep(_RunRule):
             )
             if score[position]:
                 sentence += f": {abs(score[position]):.0f} robust standard deviations"
-            yield self._at_step(evidence, changes.first_row(new), float(factor), sentence)
+            yield int(intervals[position]), float(factor), sentence
 
 
 class StoppedChanging(_RunRule):

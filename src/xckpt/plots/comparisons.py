@@ -28,6 +28,7 @@ _WIDEST_NAME, _POINTS_PER_CHARACTER = 56, 5.0
 _STATUS_WORDS = {
     "same": "same",
     "changed": "changed",
+    "close": "close",
     "only_a": "only here",
     "only_b": "only in the other",
     "shape": "of another shape",

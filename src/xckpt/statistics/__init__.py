@@ -20,7 +20,7 @@ from xckpt.statistics.tables import (
     tensor_names,
     tensor_rows,
 )
-from xckpt.statistics.views import ResultView, comparison_lines, represented
+from xckpt.statistics.views import ResultView, attribute_sentence, comparison_lines, represented
 
 __all__ = [
     "EXPLANATION_COLUMNS",
@@ -29,6 +29,7 @@ __all__ = [
     "QUANTILES",
     "STATUSES",
     "ResultView",
+    "attribute_sentence",
     "channel_values",
     "comparison_lines",
     "histogram",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xckpt.typing import Array
 
 #: Statuses of a pair of tensors; the statistic ``status`` is the position in this tuple.
-STATUSES = ("same", "changed", "only_a", "only_b", "shape", "unreadable")
+STATUSES = ("same", "changed", "only_a", "only_b", "shape", "unreadable", "close")
 #: Columns of an explained comparison, and the columns among them that hold text.
 EXPLANATION_COLUMNS = (
     *("cause", "outcome", "explanation", "verified", "offset", "scale", "rank", "heads"),
@@ -31,9 +31,9 @@ EXPLANATION_COLUMNS = (
 EXPLANATION_TEXTS = frozenset({"cause", "outcome", "explanation", "other_names"})
 
 # Statuses by the size of the change, largest last.
-_SEVERITY = ("same", "changed", "only_b", "only_a", "shape", "unreadable")
+_SEVERITY = ("same", "close", "changed", "only_b", "only_a", "shape", "unreadable")
 # Statuses of tensors that are on both sides.
-_ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "changed", "shape")]
+_ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "close", "changed", "shape")]
 # Attributes of a comparison that become columns of a table, with the values for missing ones.
 #: Rule of a match with a tensor of the other side that has a name of its own: not a renaming.
 TIED = "tied"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from xckpt.formatting import base_name, counted, figure, line_width, printable, wrapped
+from xckpt.formatting import (
+    base_name,
+    counted,
+    figure,
+    line_width,
+    printable,
+    shortened,
+    wrapped,
+)
 from xckpt.index import paused_collector
 from xckpt.notebook.changes import FEW_TENSORS, MOST_LINES, TensorChange, change_lines
 from xckpt.notebook.html import sentences as sentences_html
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS, _MOST_COLUMNS = 10, 12
 _MOST_LINES = 6  # of a heading or a conclusion
+_MOST_ATTRIBUTES, _WIDEST_CHANGE = 3, 160
 _TABLE = ".ckpt.table()"
 _INDENT = "  "
 
@@ -40,6 +49,7 @@ class ResultView(NamedTuple):
     conclusion: str = ""
     lines: tuple[ChangeLine, ...] = ()
     rows: pd.DataFrame | None = None
+    attributes: str = ""  # that differ; may contain names from files
     rest: str = ""  # the call that returns all tensors or groups
 
     @classmethod
@@ -67,14 +77,15 @@ class ResultView(NamedTuple):
             fact = ", ".join(statuses) or "none in common"
         heading = head.format(f"{tensors}: {fact}")
         conclusion = printable(str(result.attrs.get("explanation", "")))
+        attributes = attribute_sentence(result)
         if "status" in frame and len(frame) > FEW_TENSORS and not has_channels(result):
-            view = cls(heading, conclusion, rest=f"every tensor: {_TABLE}")
+            view = cls(heading, conclusion, attributes=attributes, rest=f"every tensor: {_TABLE}")
             more_lines = max(0, len(view._head_lines()) - 2)
             lines = comparison_lines(frame, MOST_LINES - more_lines)
             return view._replace(lines=tuple(lines))
         columns = [name for name in MAIN_COLUMNS if name in frame]
         columns = columns or list(frame)[: len(MAIN_COLUMNS)]
-        return cls(heading, conclusion, (), frame[columns], _TABLE)
+        return cls(heading, conclusion, (), frame[columns], attributes, _TABLE)
 
     @classmethod
     def _of_groups(cls, groups: xr.Dataset) -> Self:
@@ -88,7 +99,7 @@ class ResultView(NamedTuple):
         frame.index = [
             " ".join(map(str, label if len(keys) > 1 else [label])) for label in frame.index
         ]
-        return cls(heading.format(counted(len(frame), "group")), "", (), frame, _TABLE)
+        return cls(heading.format(counted(len(frame), "group")), rows=frame, rest=_TABLE)
 
     def text(self) -> str:
         """Return the view as text."""
@@ -101,17 +112,18 @@ class ResultView(NamedTuple):
         """Return the view as HTML."""
         if self.rows is None:
             items = [(str(line), line.is_exception) for line in self.lines]
-            return sentences_html(self.heading, self.conclusion, items, self.rest)
+            notes = " ".join(filter(None, (self.conclusion, self.attributes)))
+            return sentences_html(self.heading, notes, items, self.rest)
         top = self.rows.iloc[:_MOST_ROWS, :_MOST_COLUMNS]
         columns = [top[name].tolist() for name in top]
         texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
         rows = list(zip(top.index.map(str), *texts, strict=True))
-        notes = filter(None, (self.conclusion, self._more()))
-        return table_html(self.heading, ["", *top], rows, notes)
+        below = filter(None, (self.conclusion, self.attributes, self._more()))
+        return table_html(self.heading, ["", *top], rows, below)
 
     def _head_lines(self) -> list[str]:
-        """Return the heading and the conclusion as lines of text."""
-        texts = (self.heading, self.conclusion)
+        """Return the heading, the conclusion and the attributes as lines of text."""
+        texts = (self.heading, self.conclusion, self.attributes)
         return [line for text in texts for line in wrapped(text, line_width(), _MOST_LINES, "")]
 
     def _more(self) -> str:
@@ -144,7 +156,9 @@ def comparison_lines(frame: pd.DataFrame, most: int = MOST_LINES) -> list[Change
         spoilt = rows[[name for name in ("nan", "inf") if name in rows]].sum(axis=1) > 0
         statuses = rows["status"].astype(str).where(~spoilt, "not_finite").tolist()
         if not explained:
-            compared = list(map(TensorChange, rows.index, statuses, sizes))
+            kinds = ["explained" if status == "close" else status for status in statuses]
+            causes = ["close" if status == "close" else "" for status in statuses]
+            compared = list(map(TensorChange, rows.index, kinds, sizes, causes))
             return change_lines(compared, most)
         columns = [rows[name] for name in ("outcome", "cause", "offset", "scale", "heads")]
         compared = []
@@ -158,8 +172,22 @@ def comparison_lines(frame: pd.DataFrame, most: int = MOST_LINES) -> list[Change
                 # Equal tensors have changed only if an adapter should have changed them.
                 kind = {"same": "not_merged", "not_finite": "not_finite"}.get(status, "changed")
                 text = "" if cause == "changed" else cause
+                if status == "close":
+                    kind, text = "explained", "close"
             compared.append(TensorChange(name, kind, size, text))
         return change_lines(compared, most)
+
+
+def attribute_sentence(result: xr.Dataset, rest: str = '.attrs["attributes"]') -> str:
+    """Summarise the attributes that differ in a comparison; empty if none do."""
+    changes = list(map(str, result.attrs.get("attributes", ())))
+    if not changes:
+        return ""
+    texts = [shortened(printable(change), _WIDEST_CHANGE) for change in changes[:_MOST_ATTRIBUTES]]
+    verb = "attribute differs" if len(changes) == 1 else "attributes differ"
+    more = len(changes) - len(texts)
+    end = f"; … {more:,} more: {rest}" if more else ""
+    return f"{len(changes):,} {verb}: {'; '.join(texts)}{end}"
 
 
 def cause_text(cause: str, offset: float, scale: float, heads: float) -> str:

@@ -63,7 +63,7 @@ __all__ = ["Finding", "Report", "verify"]
 
 _SHOWN_FINDINGS = 20
 # Rule of findings about missing contents.
-_EMPTY = "Empty"
+_EMPTY, _EXECUTES = "Empty", "executes"
 # Number of files that are checked for changes at the same time.
 _CONCURRENCY = 16
 # Size of the blocks in which parts are decoded to be checked.
@@ -146,16 +146,19 @@ class Report:
         return all(finding.severity != "error" for finding in self.findings)
 
     @property
-    def status(self) -> Literal["ok", "unchecked", "empty", "damaged"]:
+    def status(self) -> Literal["ok", "unchecked", "empty", "unsafe", "damaged"]:
         """Status of the checkpoint.
 
         ``"damaged"`` if there are errors, ``"empty"`` if the only errors are missing contents: no
-        tensors, or weights without elements; ``"unchecked"`` if there are none but contents without
-        a digest, and ``"ok"`` if all contents match digests.
+        tensors, or weights without elements; ``"unsafe"`` if the contents are intact, but
+        unpickling them elsewhere runs functions that weights do not need; ``"unchecked"`` if there
+        are no errors but contents without a digest, and ``"ok"`` if all contents match digests.
         """
         if not self.ok:
-            errors = [finding for finding in self.findings if finding.severity == "error"]
-            return "empty" if all(error.rule == _EMPTY for error in errors) else "damaged"
+            rules = {finding.rule for finding in self.findings if finding.severity == "error"}
+            if rules == {_EMPTY}:
+                return "empty"
+            return "unsafe" if rules <= {_EMPTY, _EXECUTES} else "damaged"
         return "unchecked" if self.unchecked else "ok"
 
     @property
@@ -258,9 +261,7 @@ def verify(
         message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
         finding = _finding(error)._replace(file=None, message=message)
         return Report(error.path or "", "", "", 0, 0, (finding,))
-    findings = [
-        Finding("warning", None, None, None, text) for text in (*index.warnings, *index.facts)
-    ]
+    findings = _stated(index)
     for name in () if index.checkpoint is None else index.checkpoint.incomplete:
         reason = "a download into the file did not end: its contents may have holes"
         findings.append(Finding("error", None, None, None, reason, name))
@@ -303,6 +304,17 @@ def verify(
     relative = tuple([f if f.file != source.name else f._replace(file=None) for f in findings])
     counts = len(checked_tensors), digests, relative, unchecked
     return Report(source.name, index.format, index.version, *counts)
+
+
+def _stated(index: Index) -> list[Finding]:
+    """Report the warnings of a checkpoint, and functions that run when others unpickle it."""
+    texts = (*index.warnings, *index.facts)
+    findings = [Finding("warning", None, None, None, text) for text in texts]
+    if index.executes:
+        functions = some(index.executes, "functions")
+        reason = f"unpickling it runs or imports {functions}: torch.load needs weights_only=True"
+        findings.append(Finding("error", None, _EXECUTES, None, reason))
+    return findings
 
 
 def _copies(

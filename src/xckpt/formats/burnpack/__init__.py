@@ -96,6 +96,7 @@ class Burnpack(Format):
     name = "burnpack"
     description = "Burnpack checkpoints"
     types = _TYPES
+    storage_attrs = ("format", "producer", "version", "param_id", "burn_dtype", "scalar")
     can = Can(
         types=(*dict.fromkeys(_TYPES.values()), "bool32"),
         layouts=("dense", "quantized", "structural"),

@@ -81,6 +81,7 @@ class Gptrs(Format):
     # Upstream has no fixed suffixes; its tools and its documentation use these.
     shared_suffixes = (".bin",)
     types = _TYPES
+    storage_attrs = ("ids", "base_id")
     can = Can(
         types=("float32", "int32"),  # gpt.rs reads no others
         tensor_attrs=("requires_grad", "base_id"),

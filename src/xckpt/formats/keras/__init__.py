@@ -59,6 +59,7 @@ class Keras(Format):
 
     name = "keras"
     description = "Keras models, and other HDF5 files"
+    storage_attrs = ("keras_version", "date_saved", "backend")
     shared_suffixes = (".h5", ".hdf5")
     folder_marks = ("model.weights.json",)
 

@@ -93,6 +93,10 @@ class Mlcp(Format):
     description = "MLCP checkpoints"
     shared_suffixes = (METADATA_SUFFIX,)
     types = DATA_TYPES
+    storage_attrs = (
+        *(name for name in FIELDS if name not in {"training", "customFields"}),
+        *(*metadata.ADDED, "rank", "name"),
+    )
     can = Can(
         # The first of several types with the same width is preferred.
         types=(

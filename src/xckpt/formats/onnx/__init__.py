@@ -65,6 +65,7 @@ class Onnx(Format):
 
     name = "onnx"
     description = "ONNX models"
+    storage_attrs = ("ir_version", "opset_import", "producer_name", "producer_version")
     types = {number: dtype for number, (dtype, _) in TYPES.items()}  # noqa: RUF012
 
     def detect(self, head: bytes, size: int, name: str) -> bool:

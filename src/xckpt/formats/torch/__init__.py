@@ -38,6 +38,7 @@ class Torch(Format):
 
     name = "torch"
     description = "PyTorch checkpoints"
+    storage_attrs = ("torch_dtype",)  # of a tensor
     shared_suffixes = (".ckpt", ".bin")
     folder_marks = (distributed.METADATA, *deepspeed.MODEL_STATES)
 

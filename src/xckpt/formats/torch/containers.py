@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import archive, kit
+from xckpt.formats.torch.dangers import dangerous
 from xckpt.formats.torch.pickles import Machine
 from xckpt.formats.torch.records import Pairs, spelled
 from xckpt.formats.torch.tensors import Region, itemsize_of, storage_of
@@ -157,6 +158,7 @@ def _read_pickle(content: archive.Content, member: archive.Member, notes: kit.No
         if member.method != archive.STORED:
             error.offset = content.at
         raise
+    notes.executes += dangerous(machine.imports)
     if machine.at < len(data):
         notes.add(f"{len(data) - machine.at} bytes after the pickle are ignored", label)
     return value
@@ -210,6 +212,7 @@ def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
     value, base = machines.next()
     persistent, nbytes = machines.persistent, machines.at - base
     keys, at = machines.next()
+    notes.executes += machines.executes
     if type(keys) is not list or any(type(key) not in {str, int} for key in keys):
         raise FormatError(f"the keys of storages are {spelled(keys)}", offset=at, rule="Keys")
     kinds: dict[str, Storage] = {}
@@ -272,6 +275,7 @@ class _Chain:
         self._data = b""
         self.at = 0
         self.persistent: list[Any] = []
+        self.executes: list[str] = []
 
     def next(self) -> tuple[Any, int]:
         """Return the value of the next pickle, and its offset."""
@@ -291,4 +295,5 @@ class _Chain:
                 step *= 4
             else:
                 self.at, self.persistent = machine.at, machine.persistent
+                self.executes += dangerous(machine.imports)
                 return value, start

@@ -26,6 +26,7 @@ from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
 from xckpt.formats import chunks, kit
 from xckpt.formats.torch.containers import read_zip
+from xckpt.formats.torch.dangers import dangerous
 from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.parameters import with_parameters
 from xckpt.formats.torch.pickles import Machine
@@ -98,7 +99,9 @@ def read(format: str, source: Readable, notes: kit.Notes) -> Index:
     if source.size > _LARGEST_METADATA:
         reason = f"the metadata have {source.size} bytes, more than {_LARGEST_METADATA}"
         raise UnsupportedError(reason, offset=0, rule="Metadata")
-    root = Machine(bytes(source.read(0, source.size))).run()
+    machine = Machine(bytes(source.read(0, source.size)))
+    root = machine.run()
+    notes.executes += dangerous(machine.imports)
     with kit.locating(offset=0):
         reader = _MetadataReader(source, notes, _fields(root, "metadata.Metadata"))
         reader.read_all()

@@ -48,7 +48,17 @@ _U64, _F64 = Struct("<Q"), Struct(">d")
 class Machine:
     """An interpreter of the pickle at byte `at` of `data`, which is at byte `base` of a file."""
 
-    __slots__ = ("_ints", "_marks", "at", "base", "data", "memo", "persistent", "stack")
+    __slots__ = (
+        "_ints",
+        "_marks",
+        "at",
+        "base",
+        "data",
+        "imports",
+        "memo",
+        "persistent",
+        "stack",
+    )
 
     def __init__(self, data: bytes, at: int = 0, base: int = 0) -> None:
         self.data = data
@@ -59,6 +69,8 @@ class Machine:
         self.memo: dict[int, Any] = {}
         #: All persistent ids, in order.
         self.persistent: list[Persistent] = []
+        #: Modules and names of the functions and classes that the pickle imports.
+        self.imports: dict[tuple[str, str], None] = {}
         self._ints: dict[bytes, tuple[int, ...]] = {}
 
     def run(self) -> Any:
@@ -170,6 +182,7 @@ class Machine:
     def named(self, module: str, name: str) -> None:
         """Push the name of an object in a module."""
         self.stack.append(Global(module, name))
+        self.imports[module, name] = None
 
     def call(self, function: Any, args: Any) -> None:
         """Push the record of a call."""

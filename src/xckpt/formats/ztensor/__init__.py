@@ -66,6 +66,7 @@ class ZTensor(Format):
     name = "ztensor"
     description = "zTensor checkpoints"
     types = {**LONG, **SHORT_1}  # noqa: RUF012  never changed
+    storage_attrs = ("generator", "type", LAYOUT_KEY, *PINNED)
     can = Can(  # of both written versions together
         types=WRITTEN,
         layouts=("dense", "sparse_csr", "sparse_coo", "quantized", "structural"),
