@@ -226,6 +226,14 @@ def test_names_of_axes_and_attributes_return(
         assert copy[name].attrs == variable.attrs
 
 
+def test_steps_are_interpolated_in_their_type(folder: Path, tmp_path: Path) -> None:
+    between = run_of(folder).interp(step=170)
+    between.ckpt.save(tmp_path / "between.safetensors")
+    copy = xckpt.open(tmp_path / "between.safetensors")
+    assert between[HEAD].dtype == copy[HEAD].dtype == np.float32
+    np.testing.assert_array_equal(copy[HEAD], between[HEAD].values.astype("f4"))
+
+
 def test_a_row_of_the_table_of_a_run_says_how_to_select_it(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="no metrics, and no trainer_state"):
         run_of(folder).ckpt.summary()["loss"]
