@@ -31,6 +31,7 @@ NAMES = (
     "explain",
     "spectrum",
     "writing",
+    "combine",
     "explorer",
     "cluster",
     "lock",

@@ -261,15 +261,17 @@ def write_steps(folder: Path) -> None:
 
 
 def write_models(folder: Path) -> None:
-    """Write a base model, three tuned ones, a run, an adapter, and one with more tokens."""
+    """Write a Llama, three tuned ones, a run, an adapter, and one with more tokens."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {
-        f"self_attn.{name}_proj": (8, 8) for name in ("q", "k", "v")
+        **dict.fromkeys([f"self_attn.{name}_proj" for name in "qkvo"], (8, 8)),
+        **dict.fromkeys(["mlp.gate_proj", "mlp.up_proj"], (16, 8)),
+        "mlp.down_proj": (8, 16),
+        **dict.fromkeys(["input_layernorm", "post_attention_layernorm"], (8,)),
     }
-    shapes |= {"self_attn.o_proj": (8, 8), "mlp.up_proj": (16, 8), "mlp.down_proj": (8, 16)}
     names = {f"model.layers.{n}.{name}.weight": s for n in range(2) for name, s in shapes.items()}
-    names |= {"model.embed_tokens.weight": (32, 8), "lm_head.weight": (32, 8)}
-    names |= {f"model.layers.{n}.input_layernorm.weight": (8,) for n in range(2)}
+    names |= {"model.embed_tokens.weight": (32, 8), "model.norm.weight": (8,)}
+    names["lm_head.weight"] = (32, 8)
     base = {
         name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in names.items()
     }

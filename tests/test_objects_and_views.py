@@ -12,6 +12,7 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.documented import write_models
 from xckpt.errors import CheckpointWarning
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Q = [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(3)]
-NAMES = [*Q, "model.norm.weight", "lm_head.weight"]
+HEAD = "lm_head.weight"
+NAMES = [*Q, "model.norm.weight", HEAD]
 
 
 def tensors_of(seed: int) -> dict[str, Any]:
@@ -66,6 +68,11 @@ def in_parts(folder: Path) -> xr.Dataset:
     return xr.merge([a[Q], b.drop_vars(Q)])
 
 
+def longer(folder: Path) -> xr.Dataset:
+    ds = both(folder)[0]
+    return ds.drop_vars(HEAD).assign({HEAD: xr.concat([ds[HEAD], ds[HEAD]], "d12")})
+
+
 # Objects with the names of their tensors.
 OBJECTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "opened": (lambda f: xckpt.open(f / "a.safetensors"), NAMES),
@@ -87,6 +94,12 @@ OBJECTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "between steps": (lambda f: run_of(f).interp(step=150), NAMES),
     "mean of a run": (lambda f: run_of(f).mean("step"), NAMES),
     "mean of the last steps": (lambda f: run_of(f).isel(step=slice(-2, None)).mean("step"), NAMES),
+    "median of a run": (lambda f: run_of(f).median("step"), NAMES),
+    "quantile of a run": (lambda f: run_of(f).quantile(0.5, "step"), NAMES),
+    "step with a metric": (
+        lambda f: run_of(f).assign_coords(loss=("step", [3.0, 2.0, 1.0])).sel(step=200),
+        NAMES,
+    ),
     "rolling mean": (lambda f: run_of(f).rolling(step=2).mean().isel(step=-1), NAMES),
     "state dict": (lambda _: xckpt.open(tensors_of(0)), NAMES),
     "nested state dict": (
@@ -96,6 +109,10 @@ OBJECTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "xr.merge": (in_parts, NAMES),
     "assigned": (lambda f: both(f)[0].assign({Q[0]: both(f)[1][Q[0]] * 2}), NAMES),
     "mean of concat": (lambda f: xr.concat(both(f), "model").mean("model"), NAMES),
+    "quantile of concat": (lambda f: xr.concat(both(f), "model").quantile(0.5, "model"), NAMES),
+    "concat": (lambda f: xr.concat(both(f), "model"), NAMES),
+    "grown": (lambda f: both(f)[0].pad(d12=(0, 4), constant_values=0), NAMES),
+    "replaced by a longer one": (longer, NAMES),
     "loaded": (lambda f: both(f)[0].load(), NAMES),
     "loaded arithmetic": (lambda f: (both(f)[0] + both(f)[1]).load(), NAMES),
     "pickled": (lambda f: pickle.loads(pickle.dumps(both(f)[0])), NAMES),
@@ -137,7 +154,7 @@ def test_findings_are_those_of_the_tensors(
 ) -> None:
     obj = make(folder)
     findings = obj.ckpt.findings(progress=False)
-    assert {name for name in findings["tensor"] if "layers" in name} <= set(names)
+    assert set(findings["tensor"]) <= set(names)
     assert "finding" in repr(obj.ckpt)
 
 
@@ -183,6 +200,53 @@ def test_the_size_of_a_result_does_not_depend_on_stacking(
     assert sizes == [sum(array.nbytes for array in tensors_of(0).values())] * 2
     run = run_of(folder)
     assert derive(run).ckpt.summary("dtype")["nbytes"].sum() == 3 * sizes[0]
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda ds: ds,
+        lambda ds: ds.rename(embd="hidden"),
+        lambda ds: xr.concat([ds, ds], "model"),
+        lambda ds: ds.pad(vocab=(0, 4), constant_values=0),
+        lambda ds: ds.assign({HEAD: xr.concat([ds[HEAD]] * 2, "vocab").rename(vocab="label")}),
+        lambda ds: ds.assign({HEAD: ds[HEAD].rename(vocab="label").assign_attrs(note="new")}),
+    ],
+    ids=["all", "renamed", "concatenated", "padded", "replaced", "another axis"],
+)
+def test_names_of_axes_and_attributes_return(
+    derive: Callable[[xr.Dataset], xr.Dataset], tmp_path: Path
+) -> None:
+    write_models(tmp_path)
+    ds = derive(xckpt.open(tmp_path / "base.safetensors"))
+    ds.ckpt.save(tmp_path / "copy.safetensors")
+    copy = xckpt.open(tmp_path / "copy.safetensors")
+    for name, variable in ds.variables.items():
+        assert copy[name].dims == variable.dims
+        assert copy[name].attrs == variable.attrs
+
+
+def test_steps_are_interpolated_in_their_type(folder: Path, tmp_path: Path) -> None:
+    between = run_of(folder).interp(step=170)
+    between.ckpt.save(tmp_path / "between.safetensors")
+    copy = xckpt.open(tmp_path / "between.safetensors")
+    assert between[HEAD].dtype == copy[HEAD].dtype == np.float32
+    np.testing.assert_array_equal(copy[HEAD], between[HEAD].values.astype("f4"))
+
+
+def test_a_row_of_the_table_of_a_run_says_how_to_select_it(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="no metrics, and no trainer_state"):
+        run_of(folder).ckpt.summary()["loss"]
+    for step, loss in ((100, 3.0), (200, 2.0), (300, 1.0)):
+        ds = xr.Dataset({"w": ("x", np.ones(3, "f4"))}, attrs={"loss": loss})
+        xckpt.save(ds, tmp_path / f"step-{step}.zt")
+    table = xckpt.open_steps(str(tmp_path / "step-*.zt")).ckpt.summary()
+    with pytest.raises(KeyError, match=r"columns are steps: \.loc\[\('metric', 'loss'\)\]"):
+        table["loss"]
+    assert table.loc["metric", "loss"].tolist() == [3, 2, 1]
+    with pytest.raises(KeyError, match="the metrics are loss"):
+        table["los"]
+    assert table[200].iloc[0] == 2
 
 
 def test_a_result_names_the_files_that_it_is_computed_from(folder: Path) -> None:

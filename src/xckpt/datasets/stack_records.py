@@ -338,6 +338,7 @@ def _checked_indices(
     if not _are_distinct_integers(values):
         raise ValueError(
             f"the coordinate {dim!r} does not identify the remaining tensors of {shown(name)}: its "
-            "values must be distinct integers"
+            f"values must be distinct integers; isel({dim}=...) selects one, and "
+            f"assign_coords({dim}=...) numbers them"
         )
     return tuple(values.tolist())

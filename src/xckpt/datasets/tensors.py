@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     DtypeFilter = DTypeLike | list[DTypeLike] | tuple[DTypeLike, ...] | set[DTypeLike]
 
 
+# The coordinate that xarray adds to quantiles.
+_LEVEL = "quantile"
 #: A Dataset or a tree; functions return the type of their argument.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
@@ -230,13 +232,18 @@ class OpenTensors:
         return unstacked_variables(self.variables, self._indexes_of, order)
 
     def coord_tensors(self, dims: Collection[Any]) -> dict[str, xr.Variable]:
-        """Return coordinates by tensor name; if stacking made them, only indexes along `dims`."""
+        """Return coordinates by tensor name; if stacking made them, only indexes along `dims`.
+
+        Numbers that describe a step, or that xarray gives a quantile, are left out.
+        """
         tensors: dict[str, xr.Variable] = {}
         runs = {record.run for record in marks_of_run(self._root.encoding).values()}
         for path, coords in self._flat.coords.items():
             for name, coord in coords.items():
                 is_made = is_made_by_stacking(coord) or name in runs
                 if is_made and (coord.dims != (name,) or name not in dims):
+                    continue
+                if not coord.dims and "tensor" not in coord.encoding and (runs or name == _LEVEL):
                     continue
                 is_tree = isinstance(self.obj, xr.DataTree)
                 full = tensor_name(path, str(name), coord) if is_tree else str(name)

@@ -40,6 +40,7 @@ _WIDEST_NAME, _WIDEST_NUMBER = 30, 9
 _MOST_LINES = 3  # of a note
 _ALL = "all"
 _READS = "not compared yet: summary(changes=True) reads each step once, for changes and findings"
+_NO_METRICS = "the files have no metrics, and no trainer_state.json is next to them"
 # Names of rows for tensors other than weights.
 _ROLES = {Role.MOMENT: "moments", Role.STATISTIC: "running statistics", Role.STATE: "state"}
 
@@ -53,6 +54,19 @@ class RunSummary(pd.DataFrame):
     @property
     def _constructor(self) -> Any:
         return pd.DataFrame
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return super().__getitem__(key)
+        except KeyError:
+            kinds = [kind for kind, name in self.index if key == name]
+            if kinds:
+                raise KeyError(
+                    f"{key!r} is a row, and columns are steps: .loc[{(kinds[0], key)}]"
+                ) from None
+            metrics = [name for kind, name in self.index if kind == "metric"]
+            known = f"the metrics are {', '.join(metrics)}" if metrics else _NO_METRICS
+            raise KeyError(f"no step {key!r}, and no row of this name; {known}") from None
 
     def __repr__(self) -> str:
         heading, *lines = self.shown_lines()

@@ -297,23 +297,28 @@ def _dims(
 ) -> tuple[str | None, ...] | None:
     """Return the names of axes, as in the old file if xckpt showed other ones; None if unnamed.
 
-    Names that reading infers again are not written, unless the file or the user states them.
+    Names that reading infers again are not written, unless the file or the user states them. A
+    tensor with a new name gets all names, as reading infers none of the others.
     """
     stated = variable.encoding.get("axes", {})
     by_facts = {} if same_format else variable.encoding.get("axes_by_facts", {})
     was_opened = "layout" in variable.encoding
-    dims = []
+    dims: list[str | None] = []
     for position, dim in enumerate(variable.dims):
         # None: the file has no name for the axis, and its facts or the module of the tensor gave
         # one, which it gives again when the copy is opened in the same format.
         is_stated = dim in stated and (same_format or stated[dim] is not None)
         is_inferred = inferred[position : position + 1] == (dim,)
         if is_stated:
-            dims.append(stated[dim])
+            is_lost = bool(inferred) and not is_inferred and "declared" not in variable.encoding
+            dims.append(stated[dim] or (explicit_name(dim) if is_lost else None))
         elif is_inferred and (not was_opened or dim in stated):
             dims.append(None)
         else:
             dims.append(by_facts.get(dim) or explicit_name(dim))
+    if any(dims) and (inferred or len(stated) != variable.ndim):
+        pairs = zip(dims, variable.dims, strict=True)
+        dims = [written or explicit_name(dim) for written, dim in pairs]
     # If xckpt did not open the Dataset, the user gave all names, even those like xckpt's own.
     if not was_opened and None in dims and not inferred:
         shown = _shown_dims(variable.shape, tuple(dims))

@@ -389,6 +389,8 @@ class _ArrayTarget(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     dtype: str
+    #: Type of the dask array; interpolation computes wider chunks than it declares.
+    declared: np.dtype[Any]
     cast: Cast
     tensor: str  # for messages
     order: str
@@ -410,7 +412,14 @@ def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Dela
         )
     # Bound, because dask looks for tasks in arguments: in all of it, once for each chunk.
     target = _ArrayTarget(
-        offset, data.array.shape, data.dtype, data.cast, data.name, data.order, observer
+        offset,
+        data.array.shape,
+        data.dtype,
+        data.array.dtype,
+        data.cast,
+        data.name,
+        data.order,
+        observer,
     )
     write = partial(_store_block, target)
     name = f"xckpt-write-{uuid4().hex}"
@@ -430,6 +439,8 @@ def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequenc
     # Axes are in the order of the file from here on.
     is_turned = target.order == "F"
     values = np.asarray(block).T if is_turned else np.asarray(block)
+    if values.dtype.kind == target.declared.kind == "f":
+        values = values.astype(target.declared, copy=False)
     first = origin[::-1] if is_turned else origin
     with place.named():
         fileno = open_file(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
