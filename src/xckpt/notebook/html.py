@@ -13,10 +13,12 @@ from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from xckpt.formatting import binary_size, printable, share, shortened, word
+from xckpt.formatting import binary_size, share, word
 from xckpt.notebook.documents import (
+    LONGEST_SENTENCE,
     NAMES,
     NUMERIC,
+    WIDEST_CELL,
     Bar,
     Folded,
     Heading,
@@ -79,7 +81,7 @@ _BAR_PIXELS = {"share": 40, "bar": 120}
 _LONGEST_PIECE = 40
 _MOST_PARTS = 8
 _MOST_FOLDED_ROWS, _MOST_ITEMS = 8, 24
-_WIDEST_PART = 38
+_WIDEST_PART, _WIDEST_WORD = 38, 32
 
 _STYLE = (
     "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:24px auto;padding:0 16px}"
@@ -126,8 +128,8 @@ def to_page(blocks: Iterable[Block]) -> str:
     return "\n".join([head, "<body>", *lines, "</body></html>\n"])
 
 
-def _text(text: str) -> str:
-    return escape(printable(text))
+def _text(text: str, width: int = LONGEST_SENTENCE) -> str:
+    return escape(word(text, width))
 
 
 def _name(text: str) -> str:
@@ -176,7 +178,7 @@ class _Writer:
             _text(f) if f not in heading.minor else self.muted(_text(f)) for f in heading.facts
         ]
         if not heading.noun and not facts:
-            yield f"<h{heading.level}>{_text(shortened(heading.title, 120))}</h{heading.level}>"
+            yield f"<h{heading.level}>{_text(heading.title, WIDEST_CELL)}</h{heading.level}>"
             return
         yield f"<div{self.style['head']}>{' · '.join([label, *facts])}"
         yield f"<div>{_text(heading.phrase)}</div></div>" if heading.phrase else "</div>"
@@ -204,7 +206,7 @@ class _Writer:
             yield "</div>"
         yield "<div>"
         for n, part in parts:
-            label = f"{_text(word(part.label, _WIDEST_PART))} {binary_size(part.nbytes)}"
+            label = f"{_text(part.label, _WIDEST_PART)} {binary_size(part.nbytes)}"
             percent = self.muted(escape(share(part.nbytes, total)))
             yield f"<span{self.style['part']}>{_key(_color(n))}{label} {percent}</span> "
         yield self.muted(more(len(bar.parts) - _MOST_PARTS)) + "</div>"
@@ -219,7 +221,7 @@ class _Writer:
         yield f"<details{self.style['fold']}><summary{self.style['click']}>"
         yield f"{self.muted(_text(title))}</summary><div{self.style['list']}>"
         for name, value in islice(items, most):
-            yield f"<b>{_text(word(name))}</b> {_text(value)}<br>"
+            yield f"<b>{_text(name, _WIDEST_WORD)}</b> {_text(value, WIDEST_CELL)}<br>"
         yield f"{self.muted(more(count - most))}</div></details>"
 
     def picture(self, picture: Picture) -> Iterator[str]:

@@ -76,11 +76,11 @@ def _bar(bar: Bar) -> str:
         (part.label, f"{binary_size(part.nbytes)} {share(part.nbytes, total)}")
         for part in bar.parts
     ]
-    return _list((f"{_text(word(name))} {size}" for name, size in items), len(items))
+    return _list((f"{_text(word(name))} {_text(size)}" for name, size in items), len(items))
 
 
 def _folded(folded: Folded) -> str:
-    items = (_code(printable(f"{word(n)}{folded.link}{v}")) for n, v in folded.items)
+    items = (_code(f"{word(n)}{folded.link}{word(v, WIDEST_CELL)}") for n, v in folded.items)
     return f"**{_text(folded.title)}:** {_list(items, folded.total)}"
 
 

@@ -20,6 +20,7 @@ from xckpt.notebook.documents import (
     LONGEST_SENTENCE,
     NAMES,
     NUMERIC,
+    WIDEST_CELL,
     WORDY,
     Bar,
     Folded,
@@ -54,7 +55,7 @@ _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
 _WIDEST_PART = 38
 #: Places where a name may break: after slashes and dots, except the dots of "0..63".
 BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])|(?<=/)(?=.)")
-_BAR_COLUMNS = 20
+_BAR_COLUMNS = 12
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _RED, _YELLOW, _BLUE, _BOLD = "31", "33", "34", "1"
 #: Colours of severities and of statuses in a comparison.
@@ -89,20 +90,21 @@ class _Writer:
         return f"\x1b[{color}m{text}\x1b[0m" if color and self.is_terminal else text
 
     def heading(self, heading: Heading) -> Iterator[str]:
-        title, facts = printable(heading.title), list(map(printable, heading.facts))
+        title = word(heading.title, LONGEST_SENTENCE)
+        facts = [word(fact, LONGEST_SENTENCE) for fact in heading.facts]
         if heading.noun or facts:
             self.indent = _INDENT
         if not heading.noun:
             yield ": ".join(filter(None, (title, ", ".join(facts))))
             return
-        before = f"<{printable(heading.noun)}{' ' if title else ''}"
+        before = f"<{word(heading.noun)}{' ' if title else ''}"
         if heading.phrase:
             room = max(_NARROWEST_NAME, self.width // 3)
             line = f"{before}{shortened(title, room)}>{_GAP}{printable(heading.phrase)}"
             yield from wrapped(line, self.width, _MOST_TITLE_LINES)
             yield shortened(_INDENT + _DOT.join(facts), self.width)
             return
-        minor = [fact for fact in heading.minor if fact in facts]
+        minor = [word(fact) for fact in heading.minor if word(fact) in facts]
         line = f"{before}{title}>{_GAP}{_DOT.join(facts)}".rstrip()
         while minor and columns(line) > self.width:
             facts.remove(minor.pop())
@@ -126,8 +128,9 @@ class _Writer:
             severity = ""
 
     def folded(self, folded: Folded) -> Iterator[str]:
-        items = (f"{word(name)}{folded.link}{printable(value)}" for name, value in folded.items)
-        yield from self.packed(f"{folded.title}: ", items, folded.total, folded.most_lines, _DOT)
+        label, total = f"{word(folded.title)}: ", folded.total
+        items = (f"{word(n)}{folded.link}{word(v, WIDEST_CELL)}" for n, v in folded.items)
+        yield from self.packed(label, items, total, folded.most_lines, _DOT)
 
     def bar(self, bar: Bar) -> Iterator[str]:
         total = sum([part.nbytes for part in bar.parts])
@@ -164,7 +167,8 @@ class _Writer:
         fields, rows = table.fields, table.rows[: table.most]
         cells = [[self._cell(c, f) for c, f in zip(row, fields, strict=False)] for row in rows]
         # Patterns and their sizes need no titles in lines of text.
-        titles = ["" if fields[0].kind == "pattern" else field.title for field in fields]
+        has_titles = fields[0].kind != "pattern"
+        titles = [word(field.title, WIDEST_CELL) if has_titles else "" for field in fields]
         whole = [titles, *[row for row in cells if len(row) == len(fields)]]
         widths = [max(map(columns, texts)) for texts in zip(*whole, strict=True)]
         fitting = _fitting(table, widths, self.width - len(self.indent))
@@ -181,7 +185,8 @@ class _Writer:
                     yield from self._row(row, fields, fitting)
                 else:
                     yield self.indent + shortened(row[0], self.width - len(self.indent))
-        hidden = [f.title for n, f in enumerate(fields) if n not in fitting and not f.is_optional]
+        left_out = [f for n, f in enumerate(fields) if n not in fitting and not f.is_optional]
+        hidden = [field.title for field in left_out if field.title]
         narrow = f"too narrow for {', '.join(hidden)}" if hidden and rows else ""
         for line in filter(None, (table.rest, narrow)):
             yield from self.sentence(Sentence("hint", line))

@@ -130,7 +130,7 @@ def frame_table(
                 values = [shape_text(shape) for shape in values]
         cells.append(values)
         if name == drawn:
-            fields.append(Field("", "bar", is_optional=True))
+            fields.append(Field("", "bar"))
             cells.append(_shares(values))
     rest = more(len(frame) - len(top), where=where)
     return Table(fields, list(zip(*cells, strict=True)), rest, wanted=wanted)

@@ -85,7 +85,7 @@ _FIELDS = TensorDigest._fields
 _SHOWN = 60  # characters of a value in a message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Manifest(Shown, Mapping[str, TensorDigest]):
     """Digests of the contents of all tensors of a checkpoint: a mapping of names to `TensorDigest`.
 
