@@ -117,7 +117,7 @@ class Findings(Shown, pd.DataFrame):
         return Findings
 
     def _blocks(self) -> list[Block]:
-        if not set(_COLUMNS) <= set(self.columns):
+        if list(self.columns) != list(_COLUMNS):
             rows = self.itertuples(index=False, name=None)
             kinds = {"tensor": "name", "value": "number", "explanation": "text"}
             fields = [Field(str(name), kinds.get(str(name), "word")) for name in self.columns]
