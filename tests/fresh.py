@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PRELOADED = (
     *("numpy", "pandas", "numba", "sparse", "fsspec", "ml_dtypes", "h5netcdf", "zstandard", "cffi"),
     *("scipy.linalg", "scipy.special", "scipy.sparse.csgraph", "scipy.interpolate", "psutil"),
-    *("matplotlib.pyplot", "anywidget", "rich.console", "tqdm.auto", "jinja2", "platformdirs"),
+    *("matplotlib.pyplot", "anywidget", "tqdm.auto", "jinja2", "platformdirs"),
     *(
         "toolz",
         "tlz.curried",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Markup of rich and of HTML, colours, a cleared screen, text that runs backwards, mathtext.
+# Markup of consoles and of HTML, colours, a cleared screen, text that runs backwards, mathtext.
 HOSTILE = (
     "[bold red]w[/]",
     "\x1b[31mred\x1b[2J",

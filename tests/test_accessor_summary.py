@@ -114,7 +114,7 @@ def test_an_index_shows_itself_in_a_notebook(tmp_path: Path) -> None:
 
 
 def test_other_objects_have_a_short_html() -> None:
-    assert "&lt;Checkpoint: none&gt;" in xr.Dataset().ckpt._repr_html_()
+    assert "Checkpoint: none" in xr.Dataset().ckpt._repr_html_()
 
 
 class TestDataArray:
@@ -180,7 +180,8 @@ class TestFindings:
             repr(findings),
             findings[findings["value"] > 1]._repr_html_(),
         ):
-            assert all(sentence in text for sentence in sentences)
+            words = " ".join(text.split())  # a line of text may break within a sentence
+            assert all(sentence in words for sentence in sentences)
             assert "\x1b" not in text
         assert pickle.loads(pickle.dumps(findings)).equals(findings)
 
@@ -338,9 +339,9 @@ class TestResults:
         stats = ds.ckpt.stats()
         head, titles, *rows, more = repr(stats.ckpt).split("\n")
         assert head.startswith("<Statistics>  20 tensors: ")
-        assert titles.split() == ["nan", "inf", "mean", "std", "min", "max", "count"]
+        assert titles.split() == ["tensor", "nan", "inf", "mean", "std", "min", "max", "count"]
         assert [rows[0].split()[place] for place in (0, 1, -1)] == ["h.0.w", "0", "8"]
-        assert more == "… 10 more: .ckpt.table()"
+        assert more == "  … 10 more: .ckpt.table()"
         assert "Statistics" in stats.ckpt._repr_html_()
         assert "Statistics" in repr(stats["h.0.w"].ckpt)
         assert stats.ckpt.findings().equals(ds.ckpt.findings())
@@ -364,11 +365,11 @@ class TestResults:
         groups = ds.ckpt.stats().ckpt.by("h")
         head, titles, *rows, more = repr(groups.ckpt).split("\n")
         assert head == "<Groups>  by h: 20 groups"
-        assert titles.split()[:3] == ["tensors", "nan", "inf"]
+        assert titles.split()[:4] == ["h", "tensors", "nan", "inf"]
         assert rows[3].split()[:3] == ["3", "1", "0"]
-        assert more == "… 10 more: .ckpt.table()"
+        assert more == "  … 10 more: .ckpt.table()"
         pairs = ds.ckpt.stats().ckpt.by("h", "role")
-        assert repr(pairs.ckpt).split("\n")[2].startswith("0 ")
+        assert repr(pairs.ckpt).split("\n")[2].split()[:2] == ["0", "weight"]
         counts = ds.ckpt.histogram(bins=5).ckpt.by("h")
         assert repr(counts.ckpt) == "<Groups>  by h: 5 bins"
         assert "note" not in counts.attrs
@@ -406,7 +407,7 @@ class TestResults:
         ds = xr.Dataset({"\x1b[2J<b>": ("x", [1.0, 2.0])})
         stats = ds.ckpt.stats().ckpt
         assert "\x1b" not in repr(stats)
-        assert "<b>" not in stats._repr_html_()
+        assert "[2J<b>" not in stats._repr_html_()
 
     def test_other_datasets_with_dimensions_of_results(self) -> None:
         for ds in (xr.Dataset({"a": ("bin", [1])}), xr.Dataset({"a": ("statistic", [1])})):

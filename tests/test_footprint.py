@@ -228,3 +228,16 @@ class TestSummary:
         assert footprint["experts"] == {"chosen": CHOSEN, "total": EXPERTS}
         assert footprint["precisions"]["bfloat16"] == 2 * ALL
         assert footprint["schemes"]["float32"]["nbytes"] == 4 * ALL
+
+
+def test_a_footprint_shows_its_sizes(tmp_path: Path) -> None:
+    rows = {f"layers.{n}.w": np.ones((64, 64), "f4") for n in range(4)}
+    xckpt.save(rows | {"bn.running_mean": np.ones(64, "f4")}, tmp_path / "m.npz")
+    footprint = xckpt.open(tmp_path / "m.npz").ckpt.footprint()
+    text = repr(footprint.ckpt)
+    assert text.startswith("<Footprint of m.npz>  16.4 K parameters · 64.3 KiB of tensors · ")
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:]}
+    assert lines["bfloat16"] == ["16", "32.0", "KiB", "██████"]
+    assert lines["buffers"][:2] == ["1", "64"]
+    assert "bfloat16" in footprint.ckpt._repr_html_()
+    assert "precision" not in repr(footprint[["parameters"]].ckpt).split(">")[0]

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from html import escape
 from math import prod
 from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
@@ -647,12 +646,11 @@ class Index(Mapping[str, "Tensor"]):
         return self.once(_owners_of_shared_data)
 
     def __repr__(self) -> str:
-        render = _renderers.get("text")
-        return f"<Index of {self.source!r}>" if render is None else render(self)
+        return repr(_views[0](self)) if _views else f"<Index of {self.source!r}>"
 
-    def _repr_html_(self) -> str:
-        render = _renderers.get("html")
-        return escape(repr(self)) if render is None else render(self)
+    def _repr_html_(self) -> str | None:
+        html: str | None = _views[0](self)._repr_html_() if _views else None
+        return html
 
 
 def _owners_of_shared_data(index: Index) -> dict[str, str]:
@@ -674,12 +672,12 @@ def _owners_of_shared_data(index: Index) -> dict[str, str]:
     return owners
 
 
-_renderers: dict[str, Callable[[Index], str]] = {}
+_views: list[Callable[[Index], Any]] = []
 
 
-def show_indexes_with(*, text: Callable[[Index], str], html: Callable[[Index], str]) -> None:
-    """Register the functions that render an Index; they are in a room that imports this module."""
-    _renderers.update(text=text, html=html)
+def show_indexes_with(view: Callable[[Index], Any]) -> None:
+    """Register the function that returns the view of an Index; its room imports this module."""
+    _views[:] = [view]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from playwright.sync_api import expect
 
 from tests.browser.lab import Lab, guarded_page, open_notebook, run_all, write_notebook
 from tests.notebook.checkpoints import mixture_of_experts
-from xckpt.notebook.html import render
+from tests.notebook.rendering import render_html
 from xckpt.notebook.summary import new_summary
 from xckpt.sample import write_checkpoint
 from xckpt.statistics import stats
@@ -284,7 +284,7 @@ def test_large_datasets_are_shown_as_their_summary_without_asking(ran: list[Loca
 
 
 def test_untrusted_notebooks_show_the_same(page: Page, lab: Lab) -> None:
-    html = render(
+    html = render_html(
         new_summary(
             mixture_of_experts(4, 4),
             title="m.zt",

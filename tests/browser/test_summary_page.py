@@ -9,7 +9,7 @@ import pytest
 
 from tests.browser.lab import guarded_page
 from tests.notebook.checkpoints import mixture_of_experts, row
-from xckpt.notebook.html import render
+from tests.notebook.rendering import render_html
 from xckpt.notebook.summary import TensorFinding, new_summary
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def summary_page(
 ) -> Iterator[Page]:
     """Show a summary on a page, on which nothing may go wrong."""
     file = folder / "summary.html"
-    body = f"<body style='{THEMES[theme]}'>{render(summary, ['ds.ckpt.explore()'])}"
+    body = f"<body style='{THEMES[theme]}'>{render_html(summary, ['ds.ckpt.explore()'])}"
     file.write_text(f"<!doctype html><meta charset=utf-8>{body}", encoding="utf-8")
     with guarded_page(browser, [file.as_uri()], **options) as (page, complaints):
         page.goto(file.as_uri())

@@ -110,7 +110,9 @@ def test_rows_of_a_result_are_a_table_in_html(pair: tuple[str, str]) -> None:
     for rows in (result, result.ckpt.by("layer"), xckpt.compare(*pair).ckpt.by("layer", "role")):
         html = rows.ckpt._repr_html_()
         heading, *_ = repr(rows.ckpt).splitlines()
-        assert escape(heading) in html
+        name, _, facts = heading.removeprefix("<").partition(">  ")
+        assert f"<b>{name}</b>" in html
+        assert escape(facts) in html
         assert html.count("<tr") <= 11
         assert "<pre" not in html
     assert "… 34 more: .ckpt.table()" in result.ckpt._repr_html_()

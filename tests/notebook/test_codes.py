@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.notebook.checkpoints import row
+from tests.notebook.rendering import render_text
 from xckpt.notebook.folding import marked
 from xckpt.notebook.summary import new_summary
-from xckpt.notebook.text import render
 from xckpt.structure import Structure
 
 
@@ -39,8 +39,8 @@ def test_codes_are_recognised_by_the_names_of_scales(codes: str, dtype: str, sca
         (20, dtype, "codes"),
         (20, "float32", ""),
     }
-    assert f"{dtype} codes" in render(summary)
-    assert "stored as: codes" in render(summary)
+    assert f"{dtype} codes" in render_text(summary)
+    assert "stored as: codes" in render_text(summary)
 
 
 @pytest.mark.parametrize(

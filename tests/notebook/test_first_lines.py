@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import xckpt
+from tests.notebook.rendering import render_html
 from tests.structure import named_models as named
 from tests.structure.named_models import shapes_of
 from xckpt.cli import main
 from xckpt.formatting import columns
 from xckpt.index import Index, Part, Tensor
-from xckpt.notebook.html import render as render_html
 from xckpt.notebook.models import model_text
 from xckpt.notebook.summary import index_summary, new_summary
 from xckpt.tensor_rows import Row

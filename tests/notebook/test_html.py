@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
+from tests.notebook.rendering import render_html, render_text
 from xckpt.index import Index, Part, Tensor, paused_collector
-from xckpt.notebook.html import PALETTE, colors_of, render
+from xckpt.notebook.html import PALETTE, colors_of
 from xckpt.notebook.summary import Summary, TensorFinding, new_summary
-from xckpt.notebook.text import render as render_text
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def test_html_has_the_content_of_the_text() -> None:
         notes=["version 1.1 is newer"],
         findings=[TensorFinding("lm_head.weight", "nan", 512.0, "error")],
     )
-    text = re.sub(r"\s+", " ", Parsed(render(summary)).text.replace("\xa0", " "))
+    text = re.sub(r"\s+", " ", Parsed(render_html(summary)).text.replace("\xa0", " "))
     for words in (
-        *("m.zt", "ztensor 1.0", "25,155 tensors", "104.3 B parameters", "104.2 GiB"),
+        *("m.zt", "ztensor 1.0", "25,155 tensors", "104.3 B params", "104.2 GiB"),
         *("float8_e4m3fn 90.0 GiB 86.4 %", "note: version 1.1 is newer"),
         "1 finding: 1 error",
         "error: nan in 1 tensor: lm_head.weight (512)",
@@ -84,14 +84,14 @@ def test_html_has_the_content_of_the_text() -> None:
 @pytest.mark.parametrize("model", [gpt2, mixture_of_experts])
 def test_html_has_all_patterns(model: Any) -> None:
     summary = summary_of(model())
-    text = Parsed(render(summary)).text
+    text = Parsed(render_html(summary)).text
     for pattern in summary.patterns:
         assert pattern.text in text
 
 
 def test_omitted_lines_are_counted() -> None:
     summary = summary_of(resnet())
-    text = Parsed(render(summary)).text
+    text = Parsed(render_html(summary)).text
     assert all(pattern.text in text for pattern in summary.patterns[:20])
     assert "29 more patterns: 283 tensors, 3.2 MiB" in text
     assert f"… {len(summary.patterns) - 20} more" in text
@@ -110,7 +110,7 @@ def test_a_hundred_thousand_tensors_take_10_kb_and_linear_time() -> None:
         for _ in range(3):
             start = time.process_time()
             with paused_collector():  # as callers of the summary do
-                html = render(summary_of(rows, attrs=attrs), ["ds.ckpt.stats()"])
+                html = render_html(summary_of(rows, attrs=attrs), ["ds.ckpt.stats()"])
             took.append(time.process_time() - start)
             assert len(html.encode()) < 10_000
         fastest.append(min(took))
@@ -120,7 +120,7 @@ def test_a_hundred_thousand_tensors_take_10_kb_and_linear_time() -> None:
 
 
 def test_a_model_of_many_patterns_takes_10_kb_too() -> None:
-    assert len(render(summary_of(resnet())).encode()) < 10_000
+    assert len(render_html(summary_of(resnet())).encode()) < 10_000
 
 
 def test_the_size_is_bounded_for_any_file() -> None:
@@ -130,30 +130,30 @@ def test_the_size_is_bounded_for_any_file() -> None:
     summary = summary_of(
         rows, title="<" * 999, attrs=hostile, dims=dict.fromkeys(names, 1), notes=["&" * 9999] * 99
     )
-    assert len(render(summary).encode()) < 60_000
+    assert len(render_html(summary).encode()) < 60_000
 
 
 def test_styles_are_inline_and_nothing_else_is_needed() -> None:
     parsed = Parsed(
-        render(summary_of(resnet(), attrs={"a": 1}, dims={"d": 2}), ["ds.ckpt.stats()"])
+        render_html(summary_of(resnet(), attrs={"a": 1}, dims={"d": 2}), ["ds.ckpt.stats()"])
     )
     assert set(parsed.tags) <= TAGS
     assert parsed.attributes == {"style", "role", "aria-label", "scope"}
 
 
 def test_an_empty_checkpoint() -> None:
-    parsed = Parsed(render(summary_of([])))
+    parsed = Parsed(render_html(summary_of([])))
     assert "0 tensors" in parsed.text
     assert "table" not in parsed.tags
 
 
 def test_tensors_without_elements_have_no_share() -> None:
-    assert "%" not in Parsed(render(summary_of([row("a", "float32", 0)]))).text
+    assert "%" not in Parsed(render_html(summary_of([row("a", "float32", 0)]))).text
 
 
 def test_findings_are_counted_with_cached_statistics() -> None:
-    assert "finding" not in render(summary_of(gpt2()))
-    assert "no findings" in render(summary_of(gpt2(), findings=[]))
+    assert "finding" not in render_html(summary_of(gpt2()))
+    assert "no findings" in render_html(summary_of(gpt2(), findings=[]))
     many = [TensorFinding(f"t{n}", "dead_rows" if n else "nan", n, "error") for n in range(3)]
     many += [TensorFinding(f"h.{n}.w", "all_zero", 9 * n, "warning") for n in (1, 10, 2)]
     for text in (
@@ -162,7 +162,7 @@ def test_findings_are_counted_with_cached_statistics() -> None:
         "error: dead rows in 2 tensors: t{1,2} (up to 2)",
         "warning: all zero in 3 tensors: h.{1,2,10}.w (up to 90)",
     ):
-        assert text in Parsed(render(summary_of(gpt2(), findings=many))).text
+        assert text in Parsed(render_html(summary_of(gpt2(), findings=many))).text
         assert f"\n  {text}\n" in render_text(summary_of(gpt2(), findings=many))
 
 
@@ -172,7 +172,7 @@ def test_errors_precede_findings_and_findings_precede_notes() -> None:
     summary = summary_of(gpt2(), errors=["cut short"], notes=["newer"], findings=results)
     words = ["cut short", "findings", *(f"{k}_tensor" for k in sorted(kinds)), "newer"]
     words[2:6] = [f"{kind}_tensor" for kind in ("error", "warning", "info", "strange")]
-    for text in (Parsed(render(summary)).text, render_text(summary)):
+    for text in (Parsed(render_html(summary)).text, render_text(summary)):
         places = [text.index(word) for word in words]
         assert places == sorted(places)
 
@@ -185,7 +185,7 @@ def test_many_findings_are_counted() -> None:
 
 def test_neither_folders_nor_signatures_are_shown() -> None:
     source = "https://user:key@host/private/m.zt?X-Signature=abc"
-    html = render(summary_of(gpt2(), title=source))
+    html = render_html(summary_of(gpt2(), title=source))
     assert "m.zt" in html
     for secret in ("user", "key", "private", "Signature"):
         assert secret not in html
@@ -209,7 +209,7 @@ def test_an_index_is_shown_with_its_warnings() -> None:
 def test_any_text_is_only_text(
     tensors: dict[str, tuple[int, ...]], word: str, attrs: dict[str, str], notes: list[str]
 ) -> None:
-    html = render(
+    html = render_html(
         new_summary(
             [Row(name, word, shape, len(name), word) for name, shape in tensors.items()],
             title=word,

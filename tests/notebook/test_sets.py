@@ -6,11 +6,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
+from tests.notebook.rendering import render_html, render_text
 from xckpt.index import paused_collector
 from xckpt.notebook.folding import families_of
-from xckpt.notebook.html import render as render_html
 from xckpt.notebook.summary import ModuleSet, module_sets, new_summary, selection
-from xckpt.notebook.text import render
 from xckpt.tensor_rows import Row, StackedNames
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def sets_of(rows: Iterable[Row], *stacked: StackedNames) -> list[ModuleSet]:
 
 
 def text_of(rows: Iterable[Row], **more: Any) -> str:
-    return render(new_summary(rows, title="m", format="f", version="", attrs={}, **more))
+    return render_text(new_summary(rows, title="m", format="f", version="", attrs={}, **more))
 
 
 def test_a_mixture_of_experts_has_three_sets_of_layers() -> None:
@@ -108,7 +107,7 @@ def test_as_many_sets_as_tensors_take_linear_time() -> None:
                 summary = new_summary(rows, title="m", format="f", version="", attrs={})
             times.append(time.process_time() - start)
             assert len(summary.modules) == count + 1
-            assert "more sets of modules" in render(summary)
+            assert "more sets of modules" in render_text(summary)
         took.append(min(times))
     assert took[1] < 30 * took[0]
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
+from tests.notebook.rendering import render_text
 from xckpt.errors import CheckpointError, UnsupportedError
 from xckpt.formatting import columns
 from xckpt.index import Index, Part, Shard, Tensor
 from xckpt.notebook.summary import index_summary, new_summary
-from xckpt.notebook.text import render
 from xckpt.tensor_rows import Row, storage_words
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ VALUES = st.recursive(
 
 def text_of(rows: Iterable[Row], **more: Any) -> str:
     facts = {"title": "m.zt", "format": "ztensor", "version": "1.0", "attrs": {}}
-    return render(new_summary(rows, **facts | more))
+    return render_text(new_summary(rows, **facts | more))
 
 
 def dense(
@@ -167,7 +167,7 @@ def test_an_incomplete_grid_shows() -> None:
 
 def test_the_repr_of_an_index_is_its_summary() -> None:
     index = index_of(dense("a"), attrs={"license": "MIT"})
-    assert repr(index) == render(index_summary(index))
+    assert repr(index) == render_text(index_summary(index))
     assert repr(index).startswith("<Checkpoint m.zt>  ztensor 1.0 · 1 tensor · 4 params · 16 B")
     assert "license='MIT'" in repr(index)
 

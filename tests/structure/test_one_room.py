@@ -25,12 +25,12 @@ ALLOWED = {
         *("writing/manifests.py", "sample.py", "index.py"),
     },
     "texts for readers": {
-        *("formatting.py", "notebook/documents.py", "notebook/text.py", "notebook/html.py"),
+        *("formatting.py", "notebook/text.py", "notebook/html.py"),
         *("accessor/reporting.py", "options.py", "backend.py"),
     },
     "patterns that a user types, and names of dimensions": {
         *("labels/renaming.py", "labels/axes.py", "writing/fitting.py", "accessor/__init__.py"),
-        *("quantization/config.py", "health/examining.py"),
+        "quantization/config.py",
     },
     "escapes and spelling": {
         *("labels/paths.py", "writing/plain.py", "writing/gathering.py", "addresses.py"),

@@ -57,7 +57,7 @@ def test_an_intact_file(model: Path) -> None:
     assert report.ok
     assert (report.tensors, report.digests, report.findings) == (2, 2, ())
     assert (report.status, report.unchecked) == ("ok", 0)
-    assert repr(report).startswith(f"{model}: ok  ztensor 1.0 · 2 tensors · 2 digests")
+    assert repr(report).startswith(f"{model}: ok, ztensor 1.0, 2 tensors, 2 digests")
     assert len(report.to_dataframe()) == 0
 
 
@@ -67,7 +67,7 @@ def test_contents_without_digests_are_not_called_ok(model: Path) -> None:
     assert (report.tensors, report.digests, report.unchecked) == (3, 2, 1)
     assert report.status == "unchecked"
     expected = "structure intact; the contents of 1 of 3 tensors have no digests, "
-    assert repr(report).startswith(f"{model}: {expected}so they were not checked  ztensor 1.0 · 3")
+    assert repr(report).startswith(f"{model}: {expected}so they were not checked, ztensor 1.0, 3")
 
 
 def test_undetectable_damage_is_not_called_ok(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_damage_is_one_finding(tensor: str, role: str, rule: str, model: Path) -
     assert (finding.severity, finding.tensor, finding.rule) == ("error", tensor, rule)
     table = report.to_dataframe()
     assert table.tensor.tolist() == [tensor]
-    assert f"error '{tensor}'" in repr(report)
+    assert f"error: tensor '{tensor}'" in repr(report)
     assert "DAMAGED" in repr(report)
 
 
@@ -156,7 +156,7 @@ def test_a_report_is_short(model: Path) -> None:
     save(xr.Dataset(many), model, encoding={"*": {"digest": "sha256"}}, overwrite=True)
     for name in many:
         damage(model, name, "data")
-    assert repr(verify(model)).endswith("and 10 more")
+    assert repr(verify(model)).endswith("… 10 more findings")
 
 
 def test_progress(model: Path) -> None:

@@ -17,6 +17,7 @@ import xarray as xr
 import xckpt
 from xckpt import formats
 from xckpt.identity import base_id_text, stable_id
+from xckpt.notebook.documents import Heading, Sentence, Shown
 from xckpt.options import Forwarded, SelectOptions, renamed, takes
 from xckpt.upstream.xarray_variables import data_of
 
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from xckpt.datasets.losses import Loss
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
     from xckpt.labels import TensorFilter
+    from xckpt.notebook.documents import Block
     from xckpt.notebook.summary import ModuleTree, Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.scan.entries import Describable
-    from xckpt.statistics import ResultView
     from xckpt.typing import DataArray, Dataset
 
 __all__ = ["CheckpointAccessor"]
@@ -70,7 +71,7 @@ _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
 @xr.register_dataset_accessor("ckpt")
 @xr.register_datatree_accessor("ckpt")
 @xr.register_dataarray_accessor("ckpt")
-class CheckpointAccessor(Generic[Obj]):
+class CheckpointAccessor(Shown, Generic[Obj]):
     """Methods of xckpt for a Dataset, DataTree or DataArray that one of its engines opened.
 
     The ``repr`` is a folded summary of the tensors: one line for repeated modules, with counts,
@@ -125,48 +126,46 @@ class CheckpointAccessor(Generic[Obj]):
                 hint = f"did you mean .ckpt.{suggestion}?"
             raise AttributeError(f".ckpt has no attribute {name!r}; {hint}")
 
-    def __repr__(self) -> str:
-        from xckpt.notebook.text import render
-
+    def _blocks(self, *, calls: bool = False) -> list[Block]:
         result = self._result()
         if result is not None:
-            return result.text()
-        return render(self._summary()) if self._has_summary else _not_ours(self._given)
+            return result
+        if not self._has_summary:
+            return [Heading("", "Checkpoint: none", [_not_ours(self._given)])]
+        return self._summary_blocks(self._summary(), calls=calls)
 
     def _repr_html_(self) -> str:
-        from html import escape
+        from xckpt.notebook.html import to_html
 
-        result = self._result()
-        if result is not None:
-            return result.html()
-        if not self._has_summary:
-            return f"<p>{escape(_not_ours(self._given))}</p>"
-        return self._html(self._summary())
+        return to_html(self._blocks(calls=True))
 
     # `xckpt.notebook.extension` shows this instead of xarray's view of very many variables; None
     # means that the object is not from xckpt.
     def _repr_large_(self, note: str) -> dict[str, str] | None:
-        from html import escape
-
-        from xckpt.notebook.text import render
+        from xckpt.notebook.html import to_html
+        from xckpt.notebook.text import to_text
 
         if not self._is_ours:
             return None
         if self._is_result:
             text = f"{self._obj!r}\n{_RESULT}\n{note}"
-            return {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>"}
+            html = to_html([Sentence("code", line) for line in text.split("\n")])
+            return {"text/plain": text, "text/html": html}
         summary = self._summary(notes=[note])
-        return {"text/plain": render(summary), "text/html": self._html(summary)}
+        html = to_html(self._summary_blocks(summary, calls=True))
+        return {"text/plain": to_text(self._summary_blocks(summary)), "text/html": html}
 
-    def _html(self, summary: Summary) -> str:
-        from xckpt.notebook.html import render
+    def _summary_blocks(self, summary: Summary, *, calls: bool = False) -> list[Block]:
+        from xckpt.notebook.views import summary_blocks
 
+        if not calls:
+            return summary_blocks(summary)
         obj = self._called
-        calls = [f"{obj}.ckpt.explore()", f"{obj}.ckpt.stats()"]
+        names = [f"{obj}.ckpt.explore()", f"{obj}.ckpt.stats()"]
         # The list of modules already ends with the call that selects some.
         if summary.choose and not summary.modules:
-            calls.append(summary.choose)
-        return render(summary, calls)
+            names.append(summary.choose)
+        return summary_blocks(summary, names)
 
     @property
     def format(self) -> str | None:
@@ -922,22 +921,22 @@ class CheckpointAccessor(Generic[Obj]):
         """Write a report for `xckpt.report`."""
         from os import fsdecode
 
-        from xckpt.accessor.reporting import describe, document_for, finish, relate
+        from xckpt.accessor.reporting import describe, document_kind, relate, written
         from xckpt.storage import new_file
 
-        document = document_for(path)
+        kind = document_kind(path)
         sink = new_file(fsdecode(path), overwrite=overwrite, storage_options=storage_options)
         with sink:  # opened first, so that a path that cannot be written fails at once
             if other is None:
                 stats, _ = self._examine(**examining)
-                describe(document, self._summary(), stats, self.plot.layers)
+                blocks = describe(self._summary(), stats, self.plot.layers)
             else:
                 comparison = self.compare(
                     other, storage_options=storage_options, **examining, **comparing
                 )
                 summaries = self._summary(), _summary_of(other, storage_options)
-                relate(document, summaries, comparison, self.plot.layers)
-            sink.write(finish(document), 0)
+                blocks = relate(summaries, comparison, self.plot.layers)
+            sink.write(written(kind, blocks), 0)
             sink.commit()
 
     def plain(self) -> Any:
@@ -1058,15 +1057,19 @@ class CheckpointAccessor(Generic[Obj]):
         variables = OpenTensors(self._obj).variables.values()
         return [data_of(variable) for variable in variables]
 
-    def _result(self) -> ResultView | None:
-        """Return the view of a result of statistics, None for tensors."""
+    def _result(self) -> list[Block] | None:
+        """Return the view of a result of statistics or of a footprint, None for tensors."""
         if isinstance(self._obj, xr.DataTree):
             return None
+        if "precision_nbytes" in self._obj:
+            from xckpt.notebook.footprint import footprint_blocks
+
+            return footprint_blocks(self._obj)
         if not ({"statistic", "bin"} & set(self._obj.dims) or "grouped" in self._obj.encoding):
             return None
-        from xckpt.statistics import ResultView
+        from xckpt.statistics import result_blocks
 
-        return ResultView.of(self._obj)
+        return result_blocks(self._obj)
 
     @property
     def _has_summary(self) -> bool:
@@ -1207,6 +1210,6 @@ def _summary_of(obj: Any, storage_options: dict[str, Any] | None) -> Summary:
 
 def _not_ours(obj: xr.Dataset | xr.DataTree | xr.DataArray) -> str:
     return (
-        f"<Checkpoint: none>  this {type(obj).__name__} was not opened from a checkpoint "
+        f"this {type(obj).__name__} was not opened from a checkpoint "
         "(xckpt.open(path) opens one), or an operation made a new one of it"
     )

@@ -13,8 +13,10 @@ import xarray as xr
 from xckpt.datasets.stack_records import unstacked_encoding
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import warn
+from xckpt.notebook.documents import View
 from xckpt.notebook.folding import ascending, marked
 from xckpt.notebook.summary import KnownResults, TensorFinding
+from xckpt.notebook.views import summary_blocks
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
@@ -24,26 +26,9 @@ if TYPE_CHECKING:
     from xckpt.notebook.summary import Summary
     from xckpt.typing import Array
 
-__all__ = ["StaticSummary", "compute", "explore", "histogram"]
+__all__ = ["compute", "explore", "histogram"]
 
 _BINS = 80
-
-
-class StaticSummary:
-    """A summary that shows itself in a notebook and a terminal."""
-
-    def __init__(self, summary: Summary) -> None:
-        self._summary = summary
-
-    def __repr__(self) -> str:
-        from xckpt.notebook.text import render
-
-        return render(self._summary)
-
-    def _repr_html_(self) -> str:
-        from xckpt.notebook.html import render
-
-        return render(self._summary)
 
 
 def explore(
@@ -60,7 +45,7 @@ def explore(
             raise
         text = "explore() needs anywidget: pip install 'xckpt[widgets]'; here is the summary"
         warn(text)
-        return StaticSummary(summary)
+        return View(summary_blocks(summary))
     from xckpt.statistics import QUANTILES, statistic_names
 
     rows = marked(tensors.rows, tensors.structure)

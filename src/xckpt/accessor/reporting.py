@@ -15,29 +15,40 @@ import numpy as np
 
 from xckpt.errors import shown
 from xckpt.formatting import counted
-from xckpt.notebook.documents import Field, HtmlDocument, MarkdownDocument
+from xckpt.notebook.documents import (
+    Field,
+    Heading,
+    Picture,
+    Sentence,
+    Table,
+    cell_text,
+    more,
+)
 from xckpt.notebook.folding import fold
+from xckpt.notebook.html import to_page
+from xckpt.notebook.markdown import to_markdown
+from xckpt.notebook.views import summary_blocks
 from xckpt.plots.series import Series, groups_of, numbers_of
 from xckpt.plots.theme import INK, styled
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import pandas as pd
     import xarray as xr
     from matplotlib.axes import Axes
 
     from xckpt.datasets.tensors import DescribedTensors
-    from xckpt.notebook.documents import Document
+    from xckpt.notebook.documents import Block, Cell
     from xckpt.notebook.summary import Summary
     from xckpt.structure import Structure
 
-__all__ = ["describe", "document_for", "finish", "relate"]
+__all__ = ["describe", "document_kind", "relate", "written"]
 
-_DOCUMENTS = {
-    **dict.fromkeys((".html", ".htm"), HtmlDocument),
-    **dict.fromkeys((".md", ".markdown"), MarkdownDocument),
+_SUFFIXES = {
+    **dict.fromkeys((".html", ".htm"), "html"),
+    **dict.fromkeys((".md", ".markdown"), "markdown"),
 }
 _MOST_FINDINGS = 100
 _MOST_TRENDS = 60
@@ -49,10 +60,8 @@ _TRENDS = ("std", "absmax")
 _NAMESPACES = re.compile(r' xmlns(:\w+)?="[^"]*"')
 _MEASURES = ("rel_l2", "max_abs", "cosine", "equal_fraction")
 # Columns of a comparison that are text.
-_TEXT_FIELDS = (
-    *(Field("name_b", "name"), Field("status"), Field("outcome"), Field("cause")),
-    Field("explanation"),
-)
+_TEXT_COLUMNS = ("name_b", "status", "outcome", "cause", "explanation")
+_EMPTY = ("", "-")
 _WORDS = {
     "same": "the same",
     "changed": "changed",
@@ -64,97 +73,89 @@ _WORDS = {
 }
 
 
-def document_for(path: str | os.PathLike[str]) -> Document:
-    """Return an empty document of the kind that the suffix of a file name selects."""
+def document_kind(path: str | os.PathLike[str]) -> str:
+    """Return the kind of document that the suffix of a file name selects: html or markdown."""
     suffix = os.path.splitext(os.fsdecode(path).partition("?")[0])[1].lower()  # noqa: PTH122  URL
-    if suffix not in _DOCUMENTS:
-        expected = ", ".join(_DOCUMENTS)
+    if suffix not in _SUFFIXES:
+        expected = ", ".join(_SUFFIXES)
         raise ValueError(f"a report ends in one of {expected}, unlike {shown(os.fsdecode(path))}")
-    return _DOCUMENTS[suffix]()
+    return _SUFFIXES[suffix]
 
 
-def finish(document: Document) -> bytes:
-    """Return the bytes of a complete document."""
+def written(kind: str, blocks: Sequence[Block]) -> bytes:
+    """Return the bytes of a complete document, which begins with its title."""
     from importlib.metadata import version
 
-    document.paragraph(f"Made by xckpt {version('xckpt')}.")
-    return document.finish().encode("utf-8")
+    blocks = [*blocks, Sentence("hint", f"Made by xckpt {version('xckpt')}.")]
+    text = to_page(blocks) if kind == "html" else to_markdown(blocks)
+    return text.encode("utf-8")
 
 
 # --- one checkpoint ------------------------------------------------------------------------------
 
 
-def describe(
-    document: Document, summary: Summary, stats: xr.Dataset, draw: Callable[..., Axes]
-) -> None:
-    """Write the summary of a checkpoint, its findings, and trends along the layers."""
+def describe(summary: Summary, stats: xr.Dataset, draw: Callable[..., Axes]) -> list[Block]:
+    """Return the summary of a checkpoint, its findings, and trends along the layers."""
     from xckpt.statistics import table
 
-    document.title = summary.title or "Checkpoint"
-    document.summary(summary)
-    document.heading("Findings")
     findings = summary.findings or ()
+    found: Block = Sentence("", "Nothing looks wrong.")
     if findings:
         fields = [
-            *(Field("severity"), Field("rule"), Field("tensors", "number"), Field("which", "name")),
-            *(Field("value", "number"), Field("explanation")),
+            *(Field("severity", "status"), Field("rule", "word"), Field("tensors", "count")),
+            *(Field("which", "name"), Field("value", "number", 3), Field("explanation")),
         ]
         rows = [
-            (
-                *(finding.severity, finding.rule),
-                *(f"{finding.pattern.count:,}", finding.pattern.text),
-                *(_short(finding.value), getattr(finding, "explanation", "")),
-            )
-            for finding in findings[:_MOST_FINDINGS]
+            (f.severity, f.rule, f.pattern.count, f.pattern.text, f.value, f.explanation)
+            for f in findings[:_MOST_FINDINGS]
         ]
-        _add_table(document, fields, rows)
-        _add_rest(document, len(findings) - len(rows), "finding")
-    else:
-        document.paragraph("Nothing looks wrong.")
+        found = _table(fields, rows, len(findings), "finding")
     frame, origin = table(stats), stats.encoding.get("origin")
-    _add_trends(document, frame, _TRENDS, partial(draw, stats=stats), origin)
+    return [
+        Heading(summary.title or "Checkpoint", level=1),
+        *summary_blocks(summary),
+        *(Heading("Findings"), found),
+        *_trend_blocks(frame, _TRENDS, partial(draw, stats=stats), origin),
+    ]
 
 
 # --- comparisons ---------------------------------------------------------------------------------
 
 
 def relate(
-    document: Document,
-    summaries: Sequence[Summary],
-    comparison: xr.Dataset,
-    draw: Callable[..., Axes],
-) -> None:
-    """Write the differences between two checkpoints, the largest ones, and both summaries."""
+    summaries: Sequence[Summary], comparison: xr.Dataset, draw: Callable[..., Axes]
+) -> list[Block]:
+    """Return the differences between two checkpoints, the largest ones, and both summaries."""
     from xckpt.statistics import comparison_lines, table
 
     frame = table(comparison)
     names = {"a": summaries[0].title or "the first", "b": summaries[1].title or "the second"}
-    document.title = f"{names['a']} compared with {names['b']}"
     counts = Counter(frame["status"])
     parts = [
         f"{counts[key]:,} {word.format(**names)}" for key, word in _WORDS.items() if counts[key]
     ]
-    document.paragraph(f"{counted(len(frame), 'tensor')}: {', '.join(parts) or 'none in common'}.")
+    number = f"{counted(len(frame), 'tensor')}: {', '.join(parts) or 'none in common'}."
+    blocks: list[Block] = [
+        Heading(f"{names['a']} compared with {names['b']}", level=1),
+        Sentence("", number),
+    ]
     if sentence := comparison.attrs.get("explanation"):
-        document.paragraph(str(sentence))
+        blocks.append(Sentence("", str(sentence)))
     if attributes := comparison.attrs.get("attributes", ()):
-        document.heading("Attributes")
-        _add_table(
-            document, [Field("attributes that differ")], [[t] for t in attributes[:_MOST_CHANGES]]
-        )
-        _add_rest(document, len(attributes) - _MOST_CHANGES, "attribute")
+        rest = more(len(attributes) - _MOST_CHANGES, "attribute")
+        shown = [[change] for change in attributes[:_MOST_CHANGES]]
+        blocks += [Heading("Attributes"), Table([Field("attributes that differ")], shown, rest)]
     lines = comparison_lines(frame)
     if len(lines) > 1:
-        fields = [Field("tensors", "name"), Field("difference"), Field("number")]
+        fields = [Field("tensors", "name"), Field("difference"), Field("number", "word")]
         rows = [(line.subject, line.predicate, line.number.strip(" ()")) for line in lines]
-        _add_table(document, fields, rows)
+        blocks.append(_table(fields, rows))
     if "cause" in frame:
-        document.heading("Causes")
         pairs = zip(frame["outcome"], frame["cause"], strict=True)
         causes = Counter((str(outcome), str(cause)) for outcome, cause in pairs)
-        rows = [(*pair, f"{count:,}") for pair, count in causes.most_common(_MOST_CHANGES)]
-        fields = [Field("outcome"), Field("cause"), Field("tensors", "number")]
-        document.table(fields, rows)
+        fields = [Field("outcome", "word"), Field("cause", "word"), Field("tensors", "count")]
+        cells = [(*pair, count) for pair, count in causes.most_common(_MOST_CHANGES)]
+        blocks += [Heading("Causes"), Table(fields, cells)]
     # Explained differences are not listed.
     is_explained = "outcome" in frame
     different = frame[
@@ -162,30 +163,27 @@ def relate(
     ]
     # The lines above name the tensors of one side.
     on_both = different[~different["status"].isin(["only_a", "only_b"])]
-    document.heading("What changed most")
+    blocks.append(Heading("What changed most"))
     if different.empty:
         is_equal = bool((frame["status"] == "same").all())
         text = "all elements are equal" if is_equal else "every tensor is explained"
-        document.paragraph(f"Nothing: {text}.")
+        blocks.append(Sentence("", f"Nothing: {text}."))
     else:
-        _add_changes(document, on_both)
+        blocks.append(_changes(on_both))
         origin = comparison.encoding.get("origin")
-        _add_trends(document, on_both, ("rel_l2",), partial(draw, stats=comparison), origin)
+        drawing = partial(draw, stats=comparison)
+        blocks += _trend_blocks(on_both, ("rel_l2",), drawing, origin)
     for summary, name in zip(summaries, names.values(), strict=True):
-        document.heading(name)
-        document.summary(summary)
+        blocks += [Heading(name), *summary_blocks(summary)]
+    return blocks
 
 
-def _add_changes(document: Document, frame: pd.DataFrame) -> None:
-    largest = frame.head(_MOST_CHANGES)
-    fields = [Field("tensor", "name")]
-    fields += [field for field in _TEXT_FIELDS if field.title in frame]
-    columns = [largest[field.title].astype(str) for field in fields[1:]]
-    fields += [Field(column, "number") for column in _MEASURES]
-    columns += [largest[column].map(_short) for column in _MEASURES]
-    rows = list(zip(largest.index, *columns, strict=True))
-    _add_table(document, fields, rows)
-    _add_rest(document, len(frame) - len(largest), "tensor")
+def _changes(frame: pd.DataFrame) -> Table:
+    from xckpt.statistics import frame_table
+
+    texts = [name for name in _TEXT_COLUMNS if name in frame]
+    largest = frame_table(frame, [*texts, *_MEASURES], _MOST_CHANGES)
+    return _table(largest.fields, largest.rows, len(frame), "tensor")
 
 
 # --- along layers --------------------------------------------------------------------------------
@@ -204,43 +202,36 @@ class _Trend(NamedTuple):
     highest: tuple[float, str]
 
 
-def _add_trends(
-    document: Document,
+def _trend_blocks(
     frame: pd.DataFrame,
     statistics: Iterable[str],
     draw: Callable[..., Axes],
     origin: DescribedTensors | None,
-) -> None:
-    """Add statistics along numbered modules, each as a picture and a table."""
+) -> Iterator[Block]:
+    """Yield statistics along numbered modules, each as a picture and a table."""
     from xckpt.statistics.grouping import structure_of_names
 
     columns = [column for column in statistics if column in frame]
     structure = structure_of_names(map(str, frame.index), origin)
     trends = {column: _trends(frame[column], structure) for column in columns}
-    if not any(trends.values()):
-        return
-    document.heading("Along the layers")
-    for column, rows in trends.items():
-        if isinstance(document, HtmlDocument) and (markup := _picture(partial(draw, column))):
-            document.picture(markup, f"{column} of every tensor along the layers")
+    if any(trends.values()):
+        yield Heading("Along the layers")
+    for column, rows in trends.items() if any(trends.values()) else ():
+        caption = f"{column} of every tensor along the layers"
+        yield Picture(partial(_picture, partial(draw, column)), caption)
         several = " and ".join(dict.fromkeys(row.several for row in rows if row.several))
         if several:
             sentence = f"First, median and last layer: median over {several}"
-            document.paragraph(f"{sentence}. Lowest and highest: single tensors.")
-        fields = [Field(f"{column} of tensors", "name"), Field("layers", "number")]
-        fields += [Field(word, "number") for word in ("first", "median", "last")]
-        fields += [Field("lowest", "number"), Field("in"), Field("highest", "number"), Field("in")]
+            yield Sentence("", f"{sentence}. Lowest and highest: single tensors.")
+        fields = [Field(f"{column} of tensors", "name"), Field("layers", "count")]
+        fields += [Field(word, "number", 3) for word in ("first", "median", "last")]
+        for word in ("lowest", "highest"):
+            fields += [Field(word, "number", 3), Field("in", "word")]
         cells = [
-            (
-                *(row.pattern, f"{row.layers:,}"),
-                *map(_short, (row.first, row.median, row.last)),
-                *(_short(row.lowest[0]), row.lowest[1]),
-                *(_short(row.highest[0]), row.highest[1]),
-            )
-            for row in rows[:_MOST_TRENDS]
+            (r.pattern, r.layers, r.first, r.median, r.last, *r.lowest, *r.highest)
+            for r in rows[:_MOST_TRENDS]
         ]
-        document.table(fields, cells)
-        _add_rest(document, len(rows) - len(cells), "pattern")
+        yield Table(fields, cells, more(len(rows) - len(cells), "pattern"))
 
 
 def _trends(values: pd.Series[Any], structure: Structure) -> list[_Trend]:
@@ -273,11 +264,6 @@ def _trends(values: pd.Series[Any], structure: Structure) -> list[_Trend]:
     return trends
 
 
-def _short(value: float) -> str:
-    """Write a number with three significant digits."""
-    return "-" if np.isnan(value) else f"{value:.3g}"
-
-
 def _picture(draw: Callable[[], Axes]) -> str:
     """Return a picture as HTML: lines, or pixels where these are fewer bytes; else nothing."""
     try:
@@ -300,7 +286,7 @@ def _picture(draw: Callable[[], Axes]) -> str:
             lines = StringIO()
             drawing.savefig(lines, format="svg", metadata=nothing)
             # Without the prologue, which names a file elsewhere.
-            markup = re.sub(r"\A.*?(?=<svg)", "", lines.getvalue(), flags=re.DOTALL)
+            markup = "".join(lines.getvalue().partition("<svg")[1:])
             # In the colour of the text around it, be it dark or light.
             markup = _NAMESPACES.sub("", markup).replace(INK, "currentColor")
             if len(markup) <= _LARGEST_DRAWING:
@@ -313,12 +299,14 @@ def _picture(draw: Callable[[], Axes]) -> str:
             plt.close(drawing)
 
 
-def _add_table(document: Document, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
-    """Add a table without empty columns."""
-    used = [n for n in range(len(fields)) if any(row[n] not in {"", "-"} for row in rows)]
-    document.table([fields[n] for n in used], [[row[n] for n in used] for row in rows])
-
-
-def _add_rest(document: Document, count: int, noun: str) -> None:
-    if count > 0:
-        document.paragraph(f"… and {counted(count, f'more {noun}')}.")
+def _table(
+    fields: Sequence[Field], rows: Sequence[Sequence[Cell]], count: int = 0, noun: str = ""
+) -> Table:
+    """Return a table of some of `count` rows without empty columns."""
+    used = [
+        n
+        for n in range(len(fields))
+        if any(cell_text(row[n], fields[n]) not in _EMPTY for row in rows)
+    ]
+    cells = [[row[n] for n in used] for row in rows]
+    return Table([fields[n] for n in used], cells, more(count - len(rows), noun))

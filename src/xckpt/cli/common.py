@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from xckpt.errors import CheckpointError, CheckpointWarning, deprecated_name, shown
 from xckpt.formats import names
-from xckpt.formatting import columns, line_width, printable, shortened, wrapped
+from xckpt.formatting import printable
 from xckpt.options import text_of
 
 if TYPE_CHECKING:
@@ -29,12 +30,11 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.index import Index
+    from xckpt.notebook.documents import Block
 
 __all__ = [
-    "COLOURS",
     "DAMAGED",
     "FAILED",
-    "Column",
     "FileInput",
     "calls_for_action",
     "complain",
@@ -44,10 +44,8 @@ __all__ = [
     "json_rows",
     "one_line",
     "pairs",
+    "print_blocks",
     "print_document",
-    "print_findings",
-    "print_sentence",
-    "print_table",
     "print_text",
     "read_names",
     "reading_options",
@@ -62,14 +60,6 @@ DAMAGED, FAILED = 1, 2
 
 _DEEPEST_VALUE = 100
 _LONGEST_INTEGER_BITS = 4096
-_NARROWEST_NAME, _NARROWEST_SENTENCE = 30, 24
-# Without a limit, one long name would widen every row.
-_WIDEST_CELL = 120
-_GAP = "  "
-_MOST_LINES = 12  # of a sentence
-#: Colours of severities.
-COLOURS = {"error": "red", "warning": "yellow", "info": "blue"}
-
 ignore_option = click.option(
     "--ignore",
     multiple=True,
@@ -213,16 +203,7 @@ def pairs(texts: Sequence[str]) -> dict[str, str]:
     return values
 
 
-# --- tables and messages -------------------------------------------------------------------------
-
-
-class Column(NamedTuple):
-    """A column of a table."""
-
-    title: str
-    right: bool = False  # for numbers, which are aligned at their ends
-    styles: Mapping[str, str] = {}  # colours of some values, in a terminal
-    is_sentence: bool = False  # which has several lines in a narrow terminal
+# --- messages ------------------------------------------------------------------------------------
 
 
 def complain(message: str) -> None:
@@ -279,12 +260,14 @@ def print_text(text: str) -> None:
     click.echo(text, file=sys.stdout)
 
 
-def print_sentence(text: str) -> None:
-    """Print a sentence, broken into lines in a terminal."""
-    text = printable(text)
-    if sys.stdout.isatty():
-        text = "\n".join(wrapped(text, line_width(), _MOST_LINES))
-    print_text(text)
+def print_blocks(blocks: Sequence[Block]) -> None:
+    """Print blocks: laid out in a terminal, otherwise as lines with all rows and columns."""
+    from xckpt.notebook.text import UNLIMITED, to_text
+
+    if not blocks:
+        return
+    width = get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
+    print_text(to_text(blocks, width, is_terminal=sys.stdout.isatty()))
 
 
 def read_names(file: str) -> dict[str, str]:
@@ -325,75 +308,6 @@ def require_rules(ignore: Sequence[str]) -> None:
 def calls_for_action(findings: pd.DataFrame) -> bool:
     """Return whether any finding is an error or a warning."""
     return bool((findings["severity"] != "info").any())
-
-
-def print_findings(findings: pd.DataFrame) -> None:
-    """Print a line for each finding."""
-    for tensor, rule, _, severity, explanation in findings.itertuples(index=False):
-        kind = click.style(severity, COLOURS[severity], bold=True)
-        name = shown(shortened(tensor, _WIDEST_CELL))
-        text = f"tensor {name}: {explanation}" if tensor else explanation
-        text = shortened(printable(text), 2 * _WIDEST_CELL)
-        print_text(f"  {kind}: {text} [{rule}]")
-
-
-def print_table(
-    head: Sequence[Column], rows: Sequence[Sequence[str]], most_wanted: Sequence[str] = ()
-) -> None:
-    """Print a table: drawn in a terminal, otherwise as plain text with all rows and columns."""
-    # A narrow terminal shows the columns `most_wanted`, in this order, rather than others.
-    cells = [[shortened(printable(text), _WIDEST_CELL) for text in row] for row in rows]
-    titles = [column.title for column in head]
-    widths = [max(map(columns, texts)) for texts in zip(titles, *cells, strict=True)]
-    if sys.stdout.isatty():
-        _draw(head, cells, widths, most_wanted)
-        return
-    for row in [titles, *cells]:
-        line = []
-        for column, text, width in zip(head, row, widths, strict=True):
-            padding = " " * (width - columns(text))
-            line.append(padding + text if column.right else text + padding)
-        print_text(_GAP.join(line).rstrip())
-
-
-def _draw(
-    head: Sequence[Column],
-    cells: Sequence[Sequence[str]],
-    widths: Sequence[int],
-    most_wanted: Sequence[str],
-) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from xckpt.notebook.short_names import apart
-
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
-    # Columns that do not fit are left out; names get the remaining width.
-    least = min(widths[0], _NARROWEST_NAME)
-    room = console.width
-    fitting = {}
-    order = list(dict.fromkeys([*most_wanted, *(column.title for column in head)]))
-    for n in sorted(range(1, len(head)), key=lambda n: order.index(head[n].title)):
-        most = room - least - len(_GAP)
-        if widths[n] > most and not (head[n].is_sentence and most >= _NARROWEST_SENTENCE):
-            break
-        fitting[n] = min(widths[n], most)
-        room -= fitting[n] + len(_GAP)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for n in (0, *sorted(fitting)):
-        justify: Any = "right" if head[n].right else "left"
-        options: Any = {"width": fitting[n], "no_wrap": False} if head[n].is_sentence else {}
-        table.add_column(Text(head[n].title), justify=justify, **{"no_wrap": True, **options})
-    # Rich would cut the end of a name, which is its most specific part.
-    labels = apart([row[0] for row in cells], max(room, least))
-    for label, row in zip(labels, cells, strict=True):
-        styled = [Text(row[n], head[n].styles.get(row[n], "")) for n in sorted(fitting)]
-        table.add_row(Text(label), *styled)
-    console.print(table)
-    if hidden := [head[n].title for n in range(1, len(head)) if n not in fitting]:
-        complain(f"the terminal is too narrow for {', '.join(hidden)}")
 
 
 # --- documents -----------------------------------------------------------------------------------

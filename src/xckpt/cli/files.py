@@ -12,7 +12,6 @@ import click
 
 from xckpt import formats
 from xckpt.cli.common import (
-    COLOURS,
     DAMAGED,
     FAILED,
     FileInput,
@@ -23,8 +22,8 @@ from xckpt.cli.common import (
     json_option,
     one_line,
     pairs,
+    print_blocks,
     print_document,
-    print_findings,
     print_text,
     read_names,
     reading_options,
@@ -32,8 +31,7 @@ from xckpt.cli.common import (
     usage_errors,
     without_nan,
 )
-from xckpt.errors import CheckpointError, CheckpointWarning, shown
-from xckpt.formatting import counted, printable
+from xckpt.errors import CheckpointError, CheckpointWarning
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,9 +63,10 @@ def info(
     that follows from.
     """
     from xckpt.notebook.models import model_document
-    from xckpt.notebook.structures import structure_lines, structure_table, summary_of_roles
+    from xckpt.notebook.structures import structure_blocks, structure_table
     from xckpt.notebook.summary import index_summary
-    from xckpt.notebook.text import render
+    from xckpt.notebook.text import to_text
+    from xckpt.notebook.views import MOST_PATTERNS, summary_blocks
     from xckpt.opening.configs import attrs_with_config
     from xckpt.structure import structure_of
     from xckpt.structure.dims import axes_of
@@ -101,13 +100,13 @@ def info(
         print_document(document)
         return 0
     if show_structure:
-        print_text("\n".join([summary_of_roles(structure), *structure_lines(structure)]))
+        print_blocks(structure_blocks(structure))
         return 0
     # A selection of tensors needs no note that they do not fill the file.
     is_part = any(value is not None for value in reading.selection.values())
     index = replace(index, nbytes=0) if is_part else index
     summary = index_summary(index, config)
-    print_text(render(summary, most=None) if everything else render(summary))
+    print_text(to_text(summary_blocks(summary, most=None if everything else MOST_PATTERNS)))
     return 0
 
 
@@ -160,6 +159,7 @@ def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json:
     Only headers are read, and trainer_state.json. With --changes, also print the change of each
     layer from step to step, of moments and of counters, and findings, which reads every step.
     """
+    from xckpt.health import run_blocks
     from xckpt.opening.steps import open_steps
 
     with usage_errors():
@@ -171,11 +171,7 @@ def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json:
         )
     summary: Any = ds.ckpt.summary("step", changes=changes)
     if not as_json:
-        notes = [
-            text.replace("summary(changes=True)", "--changes") for text in summary.attrs["notes"]
-        ]
-        summary.attrs |= {"notes": notes, "all": "--json prints all"}
-        print_text("\n".join(summary.shown_lines()))
+        print_blocks(run_blocks(summary, "--json prints all", "--changes"))
         return 0
     numbers = summary.columns.tolist()
     rows = [
@@ -456,15 +452,15 @@ def verify(
         reports.append(document)
         status = max(status, DAMAGED * (not report.ok))
         if not as_json:
-            _print_report(file, report)
+            print_blocks(report._blocks(most=None))  # noqa: SLF001  our own
         if with_findings and report.ok:
-            from xckpt.health import findings
+            from xckpt.health import findings, findings_blocks
 
             frame = findings(reading.dataset(file), ignore=ignore, progress=is_terminal())
             document["numbers"] = frame.to_dict("records")
             status = max(status, DAMAGED * calls_for_action(frame))
             if not as_json:
-                print_findings(frame)
+                print_blocks(findings_blocks(frame))
     if as_json:
         print_document({"files": reports})
     return status
@@ -477,26 +473,6 @@ def _manifest(path: str, reading: FileInput) -> Manifest:
         return Manifest.read(path, storage_options=reading.storage_options)
     except (CheckpointError, OSError) as error:  # not an error of the files to verify
         raise click.UsageError(f"--manifest: {one_line(error)}") from error
-
-
-def _print_report(file: str, report: Report) -> None:
-    facts = [
-        report.sentence,
-        f"{report.format} {report.version}".strip(),
-        counted(report.tensors, "tensor"),
-        counted(report.digests, "digest"),
-    ]
-    print_text(printable(f"{file}: {', '.join(fact for fact in facts if fact)}"))
-    for finding in report.findings:
-        severity = click.style(finding.severity, COLOURS[finding.severity], bold=True)
-        tensor = "" if finding.tensor is None else f"tensor {shown(finding.tensor)}"
-        if finding.file is not None:
-            tensor = f"{tensor} in {finding.file.rpartition('/')[2]}".strip()
-        location = [tensor] if tensor else []
-        location += [] if finding.offset is None else [f"byte {finding.offset}"]
-        rule = "" if finding.rule is None else f" [{finding.rule}]"
-        text = ": ".join([*location, finding.message]) + rule
-        print_text(f"  {severity}: {printable(text)}")
 
 
 def _report_document(report: Report) -> dict[str, Any]:

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xckpt.cli.common import (
-    Column,
     complain,
     json_rows,
+    print_blocks,
     print_document,
-    print_table,
     usage_errors,
 )
-from xckpt.formatting import figure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,21 +55,14 @@ def print_groups(
     most_wanted: Sequence[str] = (),
 ) -> None:
     """Print groups as a table of the chosen columns, or as a part of a JSON document."""
+    from xckpt.statistics import frame_table, group_notes
+
     notes = {key: frame.attrs[key] for key in _NOTES if key in frame.attrs}
     keys = frame.attrs["by"]
     if document is not None:
         print_document({**document, "by": keys, "groups": json_rows(frame, index=None), **notes})
         return
-    chosen = [name for name in chosen if name in frame and name not in {*keys, "tensors"}]
-    columns = [*keys, "tensors", *chosen]
-    texts = [
-        [value if isinstance(value, str) else figure(value) for value in frame[name].tolist()]
-        for name in columns
-    ]
-    numbers = frame.select_dtypes("number").columns
-    head = [Column(name, right=name in numbers) for name in columns]
-    print_table(head, list(zip(*texts, strict=True)), most_wanted)
-    if "outside" in notes:
-        complain(f"tensors outside, whose names lack {' or '.join(keys)}: {notes['outside']}")
-    if "unknown" in notes:
-        complain(notes["unknown"])
+    columns = [*keys, "tensors", *[n for n in chosen if n in frame and n not in {*keys, "tensors"}]]
+    print_blocks([frame_table(frame, columns, keys=keys, wanted=most_wanted)])
+    for note in group_notes(notes, keys):
+        complain(note)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from xckpt.cli.common import (
-    Column,
     FileInput,
     calls_for_action,
     complain,
@@ -22,10 +21,8 @@ from xckpt.cli.common import (
     is_terminal,
     json_option,
     json_rows,
+    print_blocks,
     print_document,
-    print_findings,
-    print_sentence,
-    print_table,
     read_names,
     reading_options,
     reading_options_beside_output,
@@ -34,7 +31,6 @@ from xckpt.cli.common import (
     usage_errors,
 )
 from xckpt.cli.groups import by_option, grouped_table, print_groups
-from xckpt.formatting import figure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,17 +44,13 @@ __all__ = ["compare", "report", "spectrum", "stats"]
 
 _NAMES = ("name", "tensor")
 _FACTS = ("dtype", "shape", "nbytes")
-_TEXTS = ("dtype", "shape")
 _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
 #: Columns that a narrow terminal shows rather than others.
 _MAIN_STATISTICS, _MAIN_MEASURES = ("mean", "std", "nan", "inf"), ("status", "rel_l2")
 _MAIN_OF_EXPLAINED = ("rel_l2", "cause", "explanation")
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
 _EXPLAINED = ("outcome", "cause", "rel_l2", "explanation")
-_WORDY = ("status", "outcome", "cause", "explanation", "other_names")
 _MOST_ROWS = 20
-_STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red"}
-_STATUS |= dict.fromkeys(("shape", "unreadable"), "bold red")
 _WORDS = {
     "changed": "changed",
     "close": "close",
@@ -139,7 +131,7 @@ def stats(
     --findings, their numbers. In a terminal the table has twenty rows, unless --limit states
     another number.
     """
-    from xckpt.health import examine, findings
+    from xckpt.health import examine, findings, findings_blocks
     from xckpt.statistics import QUANTILES, statistic_names, table
     from xckpt.statistics import stats as compute
 
@@ -183,7 +175,7 @@ def stats(
     elif only_findings and findings_frame.empty:
         complain("no findings")
     elif only_findings:
-        print_findings(findings_frame.head(limit))
+        print_blocks(findings_blocks(findings_frame.head(limit)))
     else:
         _print_statistics(frame, chosen, limit, most_wanted)
     return int(only_findings and calls_for_action(findings_frame))
@@ -229,20 +221,11 @@ def _arranged(frame: pd.DataFrame, sort: str | None, *, ascending: bool) -> pd.D
 def _print_statistics(
     frame: pd.DataFrame, chosen: list[str], limit: int | None, most_wanted: Sequence[str]
 ) -> None:
+    from xckpt.statistics import frame_table
+
     count = len(frame)
     frame = frame.head(_row_limit(limit))
-    head = [Column("tensor")]
-    texts = [frame.index.tolist()]
-    for column in chosen:
-        values = frame[column].tolist()
-        if column == "dtype":
-            texts.append(values)
-        elif column == "shape":
-            texts.append(["×".join(map(str, shape)) for shape in values])
-        else:
-            texts.append([figure(value) for value in values])
-        head.append(Column(column, right=column not in _TEXTS))
-    print_table(head, list(zip(*texts, strict=True)), most_wanted)
+    print_blocks([frame_table(frame, chosen, wanted=most_wanted)])
     if limit is None and len(frame) < count:
         complain(f"the first {len(frame)} of {count:,} tensors; --limit {count} prints all")
 
@@ -504,14 +487,14 @@ def _print_differences(
 ) -> None:
     """Print sentences about many differences, then a table of them."""
     from xckpt.notebook.changes import FEW_TENSORS
+    from xckpt.notebook.documents import Sentence
 
-    if explanation is not None:
-        print_sentence(explanation)
     is_explained = "outcome" in frame
     is_listed = frame["outcome"] != "explained" if is_explained else frame["status"] != "same"
+    blocks = [] if explanation is None else [Sentence("lead", explanation)]
     if is_listed.sum() > FEW_TENSORS:
-        for sentence in sentences:
-            print_sentence(sentence)
+        blocks += [Sentence("", sentence) for sentence in sentences]
+    print_blocks(blocks)
     print_frame = _print_explanations if is_explained else _print_comparison
     print_frame(frame, show)
 
@@ -594,6 +577,7 @@ def _lengths(dims: tuple[str, ...]) -> Any:
 
 def _print_explanations(frame: pd.DataFrame, show: _TableOptions) -> None:
     """Print the unexplained tensors, then patterns of the names of the explained ones."""
+    from xckpt.notebook.documents import Field, Table
     from xckpt.notebook.folding import fold
     from xckpt.statistics import represented
     from xckpt.tensor_rows import Row
@@ -616,9 +600,9 @@ def _print_explanations(frame: pd.DataFrame, show: _TableOptions) -> None:
         if not is_partner and (show.everything or cause != "equal")
     ]
     if rows:
+        fields = [Field("explained", "name"), Field("tensors", "count"), Field("cause", "word")]
         patterns = fold(rows)[: show.limit]
-        cells = [(pattern.text, f"{pattern.count:,}", pattern.dtype) for pattern in patterns]
-        print_table([Column("explained"), Column("tensors", right=True), Column("cause")], cells)
+        print_blocks([Table(fields, [(p.text, p.count, p.dtype) for p in patterns])])
     counts = Counter(frame["outcome"][~is_represented])
     kinds = ("unreadable", "changed", "unmatched", "explained")
     facts = [f"{counts[kind]:,} {kind}" for kind in kinds if counts[kind]]
@@ -637,16 +621,9 @@ def _print_comparison(frame: pd.DataFrame, show: _TableOptions) -> None:
 
 
 def _print_rows(listed: pd.DataFrame, show: _TableOptions) -> None:
-    listed = listed.head(show.limit)
-    columns = [listed[name].tolist() for name in show.columns]
-    texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
-    head = [Column("tensor")]
-    head += [
-        Column(name, name not in _WORDY, _STATUS, is_sentence=name == "explanation")
-        for name in show.columns
-    ]
-    rows = list(zip(listed.index, *texts, strict=True))
-    print_table(head, rows, show.most_wanted)
+    from xckpt.statistics import frame_table
+
+    print_blocks([frame_table(listed.head(show.limit), show.columns, wanted=show.most_wanted)])
 
 
 # --- report --------------------------------------------------------------------------------------
@@ -689,10 +666,10 @@ def report(
     findings, and statistics along the layers; for two files the changes, their causes and sizes,
     and the most changed tensors.
     """
-    from xckpt.accessor.reporting import document_for
+    from xckpt.accessor.reporting import document_kind
 
     with usage_errors(output=output):
-        document_for(output)
+        document_kind(output)
         reading.dataset(file).ckpt.report(
             output,
             None if other is None else reading.dataset(other),

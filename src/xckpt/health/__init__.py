@@ -7,8 +7,8 @@ it gathers the `evidence` (statistics of all tensors with their roles) and appli
 """
 
 from xckpt.health.evidence import out_of_line
-from xckpt.health.examining import FindingsAccessor, examine, findings
-from xckpt.health.overview import RunSummary, run_summary
+from xckpt.health.examining import FindingsAccessor, examine, findings, findings_blocks
+from xckpt.health.overview import RunSummary, run_blocks, run_summary
 from xckpt.health.rules import RULES
 from xckpt.health.runs import changes_of
 
@@ -19,6 +19,8 @@ __all__ = [
     "changes_of",
     "examine",
     "findings",
+    "findings_blocks",
     "out_of_line",
+    "run_blocks",
     "run_summary",
 ]

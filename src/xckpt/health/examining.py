@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -11,11 +10,21 @@ import pandas as pd
 import xarray as xr
 
 from xckpt.datasets.tensors import run_dim
-from xckpt.formatting import printable
+from xckpt.errors import shown
+from xckpt.formatting import counted, shortened
 from xckpt.health.evidence import Evidence
 from xckpt.health.rules import RULES
 from xckpt.index import paused_collector
 from xckpt.labels.filters import combined, select, select_or_raise, suggest_names
+from xckpt.notebook.documents import (
+    WIDEST_CELL,
+    Field,
+    Heading,
+    Sentence,
+    Shown,
+    Table,
+    more,
+)
 from xckpt.options import ScanOptions, takes
 from xckpt.scan.entries import contents_of, entries_of, filter_of
 from xckpt.statistics.computing import QUANTILES
@@ -29,12 +38,14 @@ if TYPE_CHECKING:
     from xckpt.datasets.tensors import DescribedTensors
     from xckpt.health.evidence import RuleFinding
     from xckpt.labels import TensorFilter
+    from xckpt.notebook.documents import Block
     from xckpt.scan.entries import Describable
     from xckpt.statistics.group_sums import Groups
     from xckpt.typing import Dataset
 
 _SEVERITIES = ("error", "warning", "info")
 _COLUMNS = ("tensor", "rule", "value", "severity", "explanation")
+_MOST_SHOWN = 60
 _REQUIRED = {"count", "nan", "inf", "zero", "min", "max", "absmax", "std"}
 
 
@@ -87,7 +98,7 @@ class FindingsAccessor:
         return cast("Dataset", merge_columns(places, columns, merge))
 
 
-class Findings(pd.DataFrame):
+class Findings(Shown, pd.DataFrame):
     """A table of findings that shows sentences in full, in a notebook and in a terminal."""
 
     # pandas passes these on to selections, and pickles them.
@@ -105,25 +116,27 @@ class Findings(pd.DataFrame):
     def _constructor(self) -> type[Findings]:
         return Findings
 
-    def __repr__(self) -> str:
-        with pd.option_context("display.max_colwidth", None):
-            return str(self._shown().to_string(**self._options))
+    def _blocks(self) -> list[Block]:
+        if list(self.columns) != list(_COLUMNS):
+            rows = self.itertuples(index=False, name=None)
+            kinds = {"tensor": "name", "value": "number", "explanation": "text"}
+            fields = [Field(str(name), kinds.get(str(name), "word")) for name in self.columns]
+            return [Table(fields, list(rows)[:_MOST_SHOWN], more(len(self) - _MOST_SHOWN))]
+        counts = self["severity"].value_counts()
+        numbers = [f"{counts[s]:,} {s}" for s in _SEVERITIES if s in counts] or ["none"]
+        fact = f"{counted(len(self.names), 'tensor')}: {', '.join(numbers)}"
+        return [Heading("", "Findings", [fact]), *findings_blocks(self, _MOST_SHOWN)]
 
-    def _repr_html_(self) -> str:
-        with pd.option_context("display.max_colwidth", None):
-            table = str(self._shown().to_html(**self._options, border=0))
-        # Notebooks align cells to the right.
-        return re.sub(r"<(td|th)>", r'<\1 style="text-align:left">', table)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"max_rows": pd.get_option("display.max_rows"), "float_format": "{:.4g}".format}
-
-    def _shown(self) -> pd.DataFrame:
-        """Return the table with unprintable characters escaped."""
-        texts = [name for name in _COLUMNS if name != "value" and name in self.columns]
-        shown = pd.DataFrame(self)
-        return shown.assign(**{n: [printable(str(t)) for t in self[n]] for n in texts})
+def findings_blocks(findings: pd.DataFrame, most: int | None = None) -> list[Block]:
+    """Return a sentence for each finding."""
+    top = findings if most is None else findings.iloc[:most]
+    blocks: list[Block] = []
+    for tensor, rule, _, severity, explanation in top[list(_COLUMNS)].itertuples(index=False):
+        subject = f"tensor {shown(shortened(tensor, WIDEST_CELL))}: " if tensor else ""
+        blocks.append(Sentence(severity, f"{subject}{explanation} [{rule}]"))
+    rest = more(len(findings) - len(top), "finding")
+    return [*blocks, *([Sentence("hint", rest)] if rest else [])]
 
 
 @takes(ScanOptions)

@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from xckpt.formatting import (
-    base_name,
-    columns,
-    counted,
-    figure,
-    line_width,
-    printable,
-    shortened,
-    wrapped,
-)
+from xckpt.formatting import base_name, counted
 from xckpt.health.runs import COUNTING, changes_of, joint_norm
+from xckpt.notebook.documents import (
+    Field,
+    Heading,
+    Sentence,
+    Shown,
+    Table,
+    sentence_text,
+    severity_of,
+)
 from xckpt.notebook.folding import ascending
-from xckpt.notebook.html import table as table_html
 from xckpt.notebook.summary import folded_findings
-from xckpt.notebook.text import aligned, finding_lines
+from xckpt.notebook.views import finding_blocks
 from xckpt.opening.metrics import run_metrics
 from xckpt.structure import PARAMETERS, Role
 
@@ -31,25 +30,21 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.health.runs import StepChanges
+    from xckpt.notebook.documents import Block, Cell
     from xckpt.notebook.summary import TensorFinding
 
 _MOST_STEPS = 6
 _MOST_ROWS = 11  # of a kind, after the first one
-_WIDEST_NOTE = 118
-_WIDEST_NAME, _WIDEST_NUMBER = 30, 9
-_MOST_LINES = 3  # of a note
 _ALL = "all"
-_READS = "not compared yet: summary(changes=True) reads each step once, for changes and findings"
 _NO_METRICS = "the files have no metrics, and no trainer_state.json is next to them"
 # Names of rows for tensors other than weights.
 _ROLES = {Role.MOMENT: "moments", Role.STATISTIC: "running statistics", Role.STATE: "state"}
 
 
-class RunSummary(pd.DataFrame):
+class RunSummary(Shown, pd.DataFrame):
     """A table of a training run, with a column for each step; it shows a selection of its rows."""
 
-    # ``attrs["run"]`` is its heading, ``attrs["notes"]`` lists findings as sentences, and
-    # ``attrs["all"]`` states where all rows are.
+    # ``attrs["run"]`` is its name, and ``attrs["notes"]`` lists findings as sentences.
 
     @property
     def _constructor(self) -> Any:
@@ -68,55 +63,44 @@ class RunSummary(pd.DataFrame):
             known = f"the metrics are {', '.join(metrics)}" if metrics else _NO_METRICS
             raise KeyError(f"no step {key!r}, and no row of this name; {known}") from None
 
-    def __repr__(self) -> str:
-        heading, *lines = self.shown_lines()
-        return "\n".join([heading, *lines])
+    def _blocks(self) -> list[Block]:
+        return run_blocks(self)
 
-    def _repr_html_(self) -> str:
-        titles, rows = self._cells()
-        return table_html(self.attrs["run"], titles, rows, self._notes(titles, rows))
 
-    def shown_lines(self) -> list[str]:
-        """Return the heading, the table and the notes as lines of text."""
-        titles, rows = self._cells()
-        table = aligned([titles, *rows], "<" + ">" * (len(titles) - 1))
-        width = line_width() - 2
-        notes = [
-            line for note in self._notes(titles, rows) for line in wrapped(note, width, _MOST_LINES)
-        ]
-        return [self.attrs["run"], *table, *[f"  {line}" for line in notes]]
-
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """Return the titles and the cells of a selection of rows and steps."""
-        kinds: dict[str, list[int]] = {}
-        for row, (kind, _) in enumerate(self.index):
-            kinds.setdefault(kind, []).append(row)
-        names: list[tuple[str, int | None]] = []  # with rows; None for the title of a kind
-        for kind, places in kinds.items():
-            # The first row is the total.
-            shown = [places[0], *_spread(places[1:], _MOST_ROWS)]
-            labels = [shortened(printable(self.index[row][1]), _WIDEST_NAME) for row in shown]
-            names.append((f"{kind}:", None))
-            names += [(f"  {label}", row) for label, row in zip(labels, shown, strict=True)]
-        widest = max([columns(name) for name, _ in names], default=0)
-        room = (line_width() - len("  ") - widest) // (_WIDEST_NUMBER + len("  "))
-        steps = _spread(range(self.shape[1]), min(_MOST_STEPS, room))
-        # Three digits, but whole numbers in full, and a dash for NaN.
-        numbers = self.to_numpy()
-        rows = [
-            [name, *["" if row is None else figure(numbers[row, step], 3) for step in steps]]
-            for name, row in names
-        ]
-        return [str(self.columns.name), *[f"{self.columns[step]:,}" for step in steps]], rows
-
-    def _notes(self, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-        """Return the number of hidden steps and rows, and the findings."""
-        shown = sum(name.startswith(" ") for name, *_ in rows)
-        hidden = self.shape[1] - len(titles[1:]), len(self) - shown
-        facts = [counted(hidden[0], "more step")] if hidden[0] else []
-        facts += [counted(hidden[1], "more row")] if hidden[1] else []
-        more = [f"… {' and '.join(facts)}: {self.attrs['all']}"] if facts else []
-        return [*more, *[shortened(printable(note), _WIDEST_NOTE) for note in self.attrs["notes"]]]
+def run_blocks(
+    summary: pd.DataFrame,
+    where: str = "the result is a DataFrame",
+    call: str = "summary(changes=True)",
+) -> list[Block]:
+    """Return the view of a run; `where` are all rows, and `call` compares the steps."""
+    kinds: dict[str, list[int]] = {}
+    for row, (kind, _) in enumerate(summary.index):
+        kinds.setdefault(kind, []).append(row)
+    steps = _spread(range(summary.shape[1]), _MOST_STEPS)
+    titles = [f"{summary.columns[step]:,}" for step in steps]
+    numbers = summary.to_numpy()
+    rows: list[list[Cell]] = []
+    for kind, places in kinds.items():
+        rows.append([f"{kind}:"])
+        # The first row is the total.
+        for row in [places[0], *_spread(places[1:], _MOST_ROWS)]:
+            values = [numbers[row, step] for step in steps]
+            rows.append([f"  {summary.index[row][1]}", *values])
+    hidden = summary.shape[1] - len(steps), len(summary) - (len(rows) - len(kinds))
+    facts = [counted(hidden[0], "more step")] if hidden[0] else []
+    facts += [counted(hidden[1], "more row")] if hidden[1] else []
+    rest = f"… {' and '.join(facts)}: {where}" if facts else ""
+    # Three digits, but whole numbers in full.
+    fields = [Field(str(summary.columns.name), "tree")]
+    fields += [Field(title, "number", digits=3) for title in titles]
+    notes = list(summary.attrs["notes"])
+    if not summary.attrs["is_compared"]:
+        notes.append(f"not compared yet: {call} reads each step once, for changes and findings")
+    return [
+        Heading(summary.attrs["run"], "Run", summary.attrs["facts"]),
+        Table(fields, rows, rest, wanted=[titles[0], titles[-1]]),
+        *[Sentence("", note) for note in notes],
+    ]
 
 
 def run_summary(
@@ -134,18 +118,17 @@ def run_summary(
         for key, values in _change_rows(compared).items():
             rows[key] = np.where(np.array(places) < 0, np.nan, np.append(values, np.nan)[places])
     notes = [*ds.encoding.get("facts", ())]
-    notes += [] if changes or len(steps) < 2 else [_READS]
     if findings is not None:
-        lines = finding_lines(list(folded_findings(findings)), _WIDEST_NOTE)
-        notes += [f"{kind}: {text}" if kind else text for kind, text in lines]
+        sentences = finding_blocks(list(folded_findings(findings)))
+        notes += [": ".join(filter(None, (severity_of(s), sentence_text(s)))) for s in sentences]
     index = pd.MultiIndex.from_tuples(list(rows), names=["kind", "name"])
     values = np.array(list(rows.values())).reshape(-1, len(steps))
     frame = RunSummary(values, index, pd.Index(steps, name=dim))
     title = base_name(str(ds.encoding.get("source", "")))
     span = f"{steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"{steps[0]:,}"
-    heading = f"<Run {title}>  {counted(len(steps), dim)}, {span} · {counted(count, 'tensor')} each"
-    all_rows = "the result is a DataFrame"
-    frame.attrs = {"run": printable(heading), "notes": notes, "all": all_rows}
+    facts = [f"{counted(len(steps), dim)}, {span}", f"{counted(count, 'tensor')} each"]
+    is_compared = changes or len(steps) < 2
+    frame.attrs = {"run": title, "facts": facts, "notes": notes, "is_compared": is_compared}
     return frame
 
 

@@ -2,7 +2,8 @@
 
 A summary needs only rows of metadata, never the bytes of tensors. The room may import the `Index`,
 `labels`, and the modules below them, but neither Datasets nor files. Read `folding` first, which
-turns names of tensors into patterns. `summary` builds on it; `text` and `html` render a summary.
+turns names of tensors into patterns. `summary` builds on it, `views` makes blocks of a summary, and
+`text`, `html` and `markdown` lay out the blocks of everything that is shown (`documents`).
 """
 
 from __future__ import annotations
@@ -13,26 +14,19 @@ from xckpt.index import paused_collector, show_indexes_with
 
 if TYPE_CHECKING:
     from xckpt.index import Index
+    from xckpt.notebook.documents import View
 
-__all__ = ["index_html", "index_text"]
+__all__ = ["view_of_index"]
 
 
-def index_text(index: Index) -> str:
-    """Return the summary of an Index as text."""
+def view_of_index(index: Index) -> View:
+    """Return the summary of an Index."""
+    from xckpt.notebook.documents import View
     from xckpt.notebook.summary import index_summary
-    from xckpt.notebook.text import render
+    from xckpt.notebook.views import summary_blocks
 
     with paused_collector():
-        return render(index_summary(index))
+        return View(summary_blocks(index_summary(index)))
 
 
-def index_html(index: Index) -> str:
-    """Return the summary of an Index as HTML."""
-    from xckpt.notebook.html import render
-    from xckpt.notebook.summary import index_summary
-
-    with paused_collector():
-        return render(index_summary(index))
-
-
-show_indexes_with(text=index_text, html=index_html)
+show_indexes_with(view_of_index)

@@ -1,187 +1,225 @@
-"""Reports as documents: headings, sentences, tables, pictures and summaries, as HTML or Markdown.
+"""Documents: everything that is shown to people, as blocks.
 
-Both are self-contained: they request nothing and run nothing. Markup in names and sentences from
-files is escaped, and the policy of an HTML page forbids browsers to load or run anything.
+A builder next to the thing that it shows returns blocks, with names and values as they are in the
+file. `to_text`, `to_html` and `to_markdown` of the modules ``text``, ``html`` and ``markdown``
+escape, shorten and lay them out. So a repr, a report and a command show the same.
 """
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
-from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from xckpt.formatting import printable, shortened
-from xckpt.notebook import html, text
+from xckpt.formatting import binary_size, counted, figure, printable, share, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from xckpt.notebook.summary import Summary
+__all__ = [
+    "Bar",
+    "BarPart",
+    "Block",
+    "Cell",
+    "Field",
+    "Folded",
+    "Heading",
+    "Picture",
+    "Sentence",
+    "Share",
+    "Shown",
+    "Table",
+    "View",
+    "cell_text",
+    "more",
+    "number_listed",
+    "sentence_text",
+    "severity_of",
+]
 
-_WIDEST_CELL = 120
-_LONGEST_SENTENCE = 400
+#: Widths of texts, in columns of a terminal.
+WIDEST_CELL = 120
+LONGEST_SENTENCE = 400
+_LEAST_DETAIL = 24
+#: Kinds of fields that are aligned at their ends.
+NUMERIC = frozenset({"number", "count", "size", "share"})
+#: Kinds of fields whose cells may have several lines.
+WORDY = frozenset({"text", "key"})
+#: Kinds of fields whose cells are names.
+NAMES = frozenset({"name", "pattern", "tree"})
+_PLAIN_KINDS = frozenset({"", "lead", "hint", "code", "exception"})
 
-_STYLE = (
-    "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:24px auto;padding:0 16px}"
-    "h1{font-size:22px}h2{font-size:17px;margin-top:28px}p{overflow-wrap:anywhere}"
-    ".t{overflow-x:auto}.t table{border-collapse:collapse;font-size:13px}"
-    ".t th,.t td{padding:2px 10px 2px 0;text-align:left;vertical-align:top}"
-    ".t th{border-bottom:1px solid rgba(128,128,128,.5);font-weight:600}"
-    ".t .n{text-align:right;white-space:nowrap}"
-    ".t code{font:12px/1.5 Menlo,Consolas,monospace}"
-    ".t td:has(code){min-width:26em}"
-    "figure{margin:12px 0}figure>*{max-width:100%;height:auto}"
-)
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-_HEAD = (
-    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-    f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-    '<meta name="viewport" content="width=device-width,initial-scale=1">'
-    '<meta name="color-scheme" content="light dark">'
-)
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>|~$&#@!])")
+
+class Share(NamedTuple):
+    """A part of a whole; integers, because a file can claim more than a float can represent."""
+
+    part: int
+    total: int
+
+    def of(self, parts: int) -> int:
+        """Return the share as a number of equal parts."""
+        return self.part * parts // self.total if self.total else 0
+
+
+Cell: TypeAlias = "str | float | Share | None"
+
+
+class Heading(NamedTuple):
+    """The title of a view, a section or a page, and facts about it.
+
+    With a noun it is a view of an object, ``<Checkpoint m.zt>``, whose other blocks are indented.
+    """
+
+    title: str
+    noun: str = ""
+    facts: Sequence[str] = ()
+    phrase: str = ""  # before the facts
+    minor: Sequence[str] = ()  # facts that may make room for the title
+    level: int = 2  # 1 for the title of a page
+
+    @property
+    def label(self) -> str:
+        """The noun and the title."""
+        return " ".join(filter(None, (self.noun, self.title)))
+
+
+class Sentence(NamedTuple):
+    """A sentence, or a line of code.
+
+    The kind is ``""``, ``"lead"`` directly after a heading, ``"exception"``, ``"hint"``,
+    ``"code"``, or a word that is shown before the text, such as ``"error"``.
+    """
+
+    kind: str
+    text: str
+    detail: str = ""  # in parentheses; cut rather than the text
 
 
 class Field(NamedTuple):
-    """A column of a table: its title, and the kind of its cells."""
+    """A column of a table.
+
+    The kind is ``"text"`` for sentences, ``"word"``, ``"status"``, ``"key"`` with the colour of the
+    row, ``"name"``, ``"pattern"`` of names, ``"tree"`` for indented names, ``"number"``,
+    ``"count"``, ``"size"`` in bytes, ``"share"`` or ``"bar"``.
+    """
 
     title: str
-    kind: str = "text"  # or "name", which is written as code, or "number"
+    kind: str = "text"
+    digits: int = 4
+    is_optional: bool = False  # left out without a word if the table is too wide
 
 
-class Document(ABC):
-    """Base class of reports, which are written from beginning to end."""
+class Table(NamedTuple):
+    """Rows of cells; a row of a single cell is the title of the rows after it."""
 
-    _heading: str
-    _paragraph: str
-
-    def __init__(self) -> None:
-        self.title = ""
-        self._pieces: list[str] = []
-
-    def heading(self, title: str) -> None:
-        """Begin a section."""
-        self._pieces.append(self._heading.format(self._text(title)))
-
-    def paragraph(self, sentence: str) -> None:
-        """Add a sentence or two."""
-        self._pieces.append(self._paragraph.format(self._text(sentence, _LONGEST_SENTENCE)))
-
-    def table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
-        """Add a table of cells with text."""
-        table = []
-        for row in rows:
-            cells = []
-            for cell, field in zip(row, fields, strict=True):
-                width = _LONGEST_SENTENCE if field.kind == "text" else _WIDEST_CELL
-                is_code = field.kind == "name"
-                cells.append(self._code(cell) if is_code else self._text(cell, width))
-            table.append(cells)
-        self._table(fields, table)
-
-    @abstractmethod
-    def summary(self, summary: Summary) -> None:
-        """Add the summary of a checkpoint."""
-
-    def picture(self, markup: str, caption: str) -> None:  # noqa: B027  Markdown has none
-        """Add an image or a drawing as HTML, if the document can have one."""
-
-    @abstractmethod
-    def finish(self) -> str:
-        """Return the whole document as text."""
-
-    @abstractmethod
-    def _text(self, content: str, width: int = _WIDEST_CELL) -> str: ...
-
-    @abstractmethod
-    def _code(self, name: str) -> str: ...
-
-    @abstractmethod
-    def _table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None: ...
+    fields: Sequence[Field]
+    rows: Sequence[Sequence[Cell]]
+    rest: str = ""  # a sentence about rows that are not listed
+    most: int | None = None  # number of listed rows; HTML folds the rows after them
+    wanted: Sequence[str] = ()  # titles of fields that a narrow line shows before others
+    colors: Sequence[int] = ()  # a colour for each row, as a place in the bar
 
 
-class HtmlDocument(Document):
-    """A page of HTML."""
+class BarPart(NamedTuple):
+    """A part of a bar."""
 
-    _heading = "<h2>{}</h2>"
-    _paragraph = "<p>{}</p>"
-
-    def _text(self, content: str, width: int = _WIDEST_CELL) -> str:
-        return escape(shortened(printable(content), width))
-
-    def _code(self, name: str) -> str:
-        """Return a name as code, with breaks allowed after dots and slashes, and in long words."""
-        short = shortened(printable(name), _WIDEST_CELL)
-        return f"<code>{html.breaking(short)}</code>" if name else ""
-
-    def summary(self, summary: Summary) -> None:
-        """See `Document.summary`."""
-        self._pieces.append(html.render(summary))
-
-    def _table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
-        styles = [' class="n"' if field.kind == "number" else "" for field in fields]
-        titles = [self._text(field.title) for field in fields]
-        pairs = zip(titles, styles, strict=True)
-        head = "".join(f'<th scope="col"{style}>{title}</th>' for title, style in pairs)
-        lines = [
-            "".join(f"<td{style}>{cell}</td>" for cell, style in zip(row, styles, strict=True))
-            for row in rows
-        ]
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
-        self._pieces.append(
-            f'<div class="t"><table><thead><tr>{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>"
-        )
-
-    def picture(self, markup: str, caption: str) -> None:
-        """See `Document.picture`."""
-        label = escape(printable(caption))
-        self._pieces.append(f'<figure role="img" aria-label="{label}">{markup}</figure>')
-
-    def finish(self) -> str:
-        """See `Document.finish`."""
-        title = self._text(self.title)
-        head = f"{_HEAD}<title>{title}</title><style>{_STYLE}</style></head>"
-        return "\n".join([head, f"<body><h1>{title}</h1>", *self._pieces, "</body></html>\n"])
+    label: str
+    nbytes: int
 
 
-class MarkdownDocument(Document):
-    """A page of Markdown in the dialect of GitHub, without pictures."""
+class Bar(NamedTuple):
+    """Parts of a size in bytes."""
 
-    _heading = "## {}"
-    _paragraph = "{}"
-
-    def _text(self, content: str, width: int = _WIDEST_CELL) -> str:
-        return _MARKUP.sub(r"\\\1", shortened(printable(content), width))
-
-    def _code(self, name: str) -> str:
-        """Return a name as code, with all markup escaped, table separators included."""
-        content = shortened(printable(name), _WIDEST_CELL)
-        if not content:
-            return ""
-        fence = "`" * (_longest_run(content) + 1)
-        space = " " if content[0] in "` " or content[-1] in "` " else ""
-        escaped = content.replace("|", r"\|")
-        return f"{fence}{space}{escaped}{space}{fence}"
-
-    def summary(self, summary: Summary) -> None:
-        """See `Document.summary`."""
-        lines = text.render(summary)
-        fence = "`" * max(3, _longest_run(lines) + 1)
-        self._pieces.append(f"{fence}text\n{lines}\n{fence}")
-
-    def _table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
-        titles = [self._text(field.title) for field in fields]
-        marks = ["---:" if field.kind == "number" else "---" for field in fields]
-        lines = [f"| {' | '.join(cells)} |" for cells in (titles, marks, *rows)]
-        self._pieces.append("\n".join(lines))
-
-    def finish(self) -> str:
-        """See `Document.finish`."""
-        return "\n\n".join([f"# {self._text(self.title)}", *self._pieces]) + "\n"
+    parts: Sequence[BarPart]
 
 
-def _longest_run(content: str) -> int:
-    """Return the length of the longest run of backticks."""
-    return max(map(len, re.findall("`+", content)), default=0)
+class Folded(NamedTuple):
+    """A long list of names and values, folded or cut. There may be a million of them."""
+
+    title: str
+    items: Iterable[tuple[str, str]]
+    total: int
+    link: str = " "  # between name and value in lines of text
+    most_lines: int = 2
+
+
+class Picture(NamedTuple):
+    """A picture for documents that can have one; `draw` returns HTML, or nothing."""
+
+    draw: Callable[[], str]
+    caption: str
+
+
+Block: TypeAlias = Heading | Sentence | Table | Bar | Folded | Picture
+
+
+class Shown:
+    """Base class of objects that show themselves as blocks."""
+
+    __slots__ = ()
+
+    def _blocks(self) -> list[Block]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        from xckpt.notebook.text import to_text
+
+        return to_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        from xckpt.notebook.html import to_html
+
+        return to_html(self._blocks())
+
+
+class View(Shown):
+    """Blocks that show themselves in a notebook and a terminal."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self._shown = blocks
+
+    def _blocks(self) -> list[Block]:
+        return self._shown
+
+
+# --- texts of all renderings ---------------------------------------------------------------------
+
+_FORMATS: dict[str, Callable[[Any], str]] = {"count": "{:,}".format, "size": binary_size}
+
+
+def cell_text(cell: Cell, field: Field) -> str:
+    """Return the text of a cell, which is printable and short."""
+    if isinstance(cell, str):
+        width = LONGEST_SENTENCE if field.kind == "text" else WIDEST_CELL
+        return shortened(printable(cell), width)
+    if cell is None:
+        return ""
+    if isinstance(cell, Share):
+        return "" if field.kind == "bar" else share(*cell)
+    return _FORMATS[field.kind](cell) if field.kind in _FORMATS else figure(cell, field.digits)
+
+
+def severity_of(sentence: Sentence) -> str:
+    """Return the word before a sentence; empty for most sentences."""
+    return "" if sentence.kind in _PLAIN_KINDS else printable(sentence.kind)
+
+
+def sentence_text(sentence: Sentence, room: int = LONGEST_SENTENCE) -> str:
+    """Return a printable sentence without its severity; its detail takes the remaining room."""
+    text = shortened(printable(sentence.text), room)
+    if not sentence.detail:
+        return text
+    detail = printable(sentence.detail)
+    most = max(_LEAST_DETAIL, room - len(text) - len(" ()"))
+    return f"{text} ({detail if len(detail) <= most else f'{detail[: most - 1]}…'})"
+
+
+def more(count: int, noun: str = "", where: str = "") -> str:
+    """Return how many things are not shown, and the call that shows them; empty for none."""
+    if count <= 0:
+        return ""
+    number = counted(count, f"more {noun}") if noun else f"{count:,} more"
+    return f"… {number}{': ' if where else ''}{where}"
+
+
+def number_listed(count: int, most: int) -> int:
+    """Return how many rows to list: the line "1 more" would take as much room as the last row."""
+    return count if count <= most + 1 else most

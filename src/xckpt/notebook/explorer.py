@@ -31,8 +31,10 @@ import traitlets
 
 from xckpt.errors import shown
 from xckpt.formatting import UNKNOWN, binary_size, printable, shape_text, shortened, word
-from xckpt.notebook import html, text
+from xckpt.notebook.documents import View
 from xckpt.notebook.folding import CODES
+from xckpt.notebook.html import colors_of
+from xckpt.notebook.views import summary_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -91,7 +93,7 @@ class _Table(anywidget.AnyWidget):
         # The same colours as in the summary: by element type, most bytes first.
         dtypes, dtype = _numbered([row.dtype for row in rows])
         sums = np.bincount(dtype, nbytes, len(dtypes))
-        colors = html.colors_of(dtypes[n] for n in np.argsort(-sums, kind="stable"))
+        colors = colors_of(dtypes[n] for n in np.argsort(-sums, kind="stable"))
         super().__init__(
             _names="".join(names).encode("utf-8", "replace"),
             _lengths=lengths.tobytes(),
@@ -224,7 +226,7 @@ class Explorer(ipywidgets.VBox):
         self._row_of = {name: at for at, name in enumerate(self._names)}
         self._nbytes = [row.nbytes for row in rows]
         self._codes = [CODES in row.storage.split() for row in rows]
-        self._summary = summary
+        self._shown = View(summary_blocks(summary))
         self._compute = compute
         self._histogram = histogram
         self._code = code
@@ -243,11 +245,11 @@ class Explorer(ipywidgets.VBox):
         self._table.observe(self._picked, "_row")
 
     def __repr__(self) -> str:
-        return text.render(self._summary)
+        return repr(self._shown)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         bundle: dict[str, Any] = super()._repr_mimebundle_(**options)
-        return bundle | {"text/plain": repr(self), "text/html": html.render(self._summary)}
+        return bundle | {"text/plain": repr(self), "text/html": self._shown._repr_html_()}
 
     def close(self) -> None:
         """Stop computing, and remove the widget."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.formatting import binary_size, short_count
+from xckpt.formatting import base_name, binary_size, short_count
+from xckpt.notebook.documents import Field, Heading, Share, Table
 from xckpt.notebook.folding import families_of
 from xckpt.structure import PARAMETERS, Role, Structure
 from xckpt.tensor_rows import TIED
@@ -19,10 +20,19 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
+    from xckpt.notebook.documents import Block, Cell
     from xckpt.notebook.folding import Family
     from xckpt.tensor_rows import Row
 
-__all__ = ["PRECISIONS", "Footprint", "GroupTotal", "footprint_dataset", "footprint_of", "weigh"]
+__all__ = [
+    "PRECISIONS",
+    "Footprint",
+    "GroupTotal",
+    "footprint_blocks",
+    "footprint_dataset",
+    "footprint_of",
+    "weigh",
+]
 
 #: Bytes of 32 parameters in each precision. ``int8`` and ``int4`` are Q8_0 and Q4_0 of GGUF: 32
 #: codes with one scale in float16, so 8.5 and 4.5 bits for each parameter.
@@ -274,3 +284,48 @@ def footprint_dataset(footprint: Footprint, *, file_nbytes: int | None, source: 
     coords["precision"] = list(PRECISIONS)
     attrs = {"footprint": str(footprint), **({"source": source} if source else {})}
     return xr.Dataset(variables, coords, attrs)
+
+
+def footprint_blocks(footprint: xr.Dataset) -> list[Block] | None:
+    """Return the view of the result of `footprint`; None for another Dataset."""
+    attrs, sizes = footprint.attrs, footprint.variables
+    if "footprint" not in attrs or not {"precision", "scheme", "group"} <= set(footprint.dims):
+        return None
+    values = {str(name): variable.to_numpy().tolist() for name, variable in sizes.items()}
+    facts = [f"{short_count(values['parameters'])} parameters"]
+    if "active_parameters" in values:
+        chosen, total = values["experts_per_token"], values["experts"]
+        active = short_count(values["active_parameters"])
+        facts.append(f"{active} active, {chosen} of {total} experts")
+    facts.append(f"{binary_size(values['nbytes'])} of tensors")
+    if "file_nbytes" in values:
+        facts.append(f"{binary_size(values['file_nbytes'])} on disk")
+    title = base_name(str(attrs.get("source", "")))
+    blocks: list[Block] = [Heading(title, "Footprint of" if title else "Footprint", facts)]
+    for dim, count in _TABLES.items():
+        names = values.get(dim, [])
+        if len(names) < 2 and dim in {"group", "component"}:
+            continue
+        nbytes = values[f"{dim}_nbytes"]
+        total = max(nbytes) if dim == "precision" else sum(nbytes)
+        columns: list[tuple[Field, list[Cell]]] = [(Field(_TITLES.get(dim, dim), "name"), names)]
+        if f"{dim}_tensors" in values:
+            columns.append((Field("tensors", "count"), values[f"{dim}_tensors"]))
+        if count:
+            columns.append((Field(count, "word"), [*map(short_count, values[f"{dim}_{count}"])]))
+        if f"{dim}_bits" in values:
+            columns.append((Field("bits", "number", digits=3), values[f"{dim}_bits"]))
+        columns.append((Field("size", "size"), nbytes))
+        columns.append((Field("", "bar"), [Share(size, total) for size in nbytes]))
+        rows = list(zip(*[cells for _, cells in columns], strict=True))
+        blocks.append(Table([field for field, _ in columns], rows))
+    return blocks
+
+
+#: Dimensions of a footprint, with the column of their elements; titles of some of them.
+_TABLES = {"precision": "", "scheme": "parameters", "group": "elements", "component": "parameters"}
+_TITLES = {
+    "precision": "in other precisions",
+    "scheme": "parameters as stored",
+    "group": "tensors of",
+}

@@ -1,8 +1,9 @@
-"""A `Summary` as static HTML: a few kilobytes that look the same wherever a notebook is shown.
+"""Blocks as static HTML: a few kilobytes that look the same wherever a notebook is shown.
 
 Untrusted notebooks, GitHub and nbviewer remove style sheets, scripts, SVG, ids and ARIA. Therefore
 all style is inline, text and lines inherit their colours from a light or dark page, folding uses
-`<details>`, and everything that is drawn is also there as text.
+`<details>`, and everything that is drawn is also there as text. A page of its own has the same
+styles as classes, and a policy that forbids browsers to load or run anything.
 """
 
 from __future__ import annotations
@@ -12,301 +13,126 @@ from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from xckpt.formatting import (
-    binary_size,
-    counted,
-    printable,
-    shape_text,
-    share,
-    short_count,
-    shortened,
-    value_text,
-    word,
+from xckpt.formatting import binary_size, share, word
+from xckpt.notebook.documents import (
+    LONGEST_SENTENCE,
+    NAMES,
+    NUMERIC,
+    WIDEST_CELL,
+    Bar,
+    Folded,
+    Heading,
+    Picture,
+    Sentence,
+    Share,
+    Table,
+    cell_text,
+    more,
+    sentence_text,
+    severity_of,
 )
-from xckpt.notebook.models import model_text
-from xckpt.notebook.text import (
-    BREAK,
-    IN_MEMORY,
-    WIDEST_KIND,
-    components_text,
-    count_text,
-    format_text,
-    groups_text,
-    kind_text,
-    modules_text,
-    remarks,
-    rest_text,
-)
+from xckpt.notebook.text import BREAK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
-    from xckpt.notebook.folding import Pattern
-    from xckpt.notebook.summary import Summary
+    from xckpt.notebook.documents import Block, Cell, Field
+
+__all__ = ["PALETTE", "colors_of", "to_html", "to_page"]
 
 #: Colours of element types, with a contrast of at least 3:1 to white and to ``#111``. The last is
 #: for all further types.
 PALETTE = ("#2f81d6", "#d9731a", "#14958a", "#9a6bd6", "#c4528c", "#788794")
-_ERROR = "#d1363f"
-_WARNING = "#d9731a"
-_PLAIN = "#788794"
+_EDGES = {"error": "#d1363f", "warning": "#d9731a", "exception": "#d9731a"}
 
-_MOST_ROWS = 12
-_MOST_FOLDED_ROWS = 8
-_MOST_DTYPES = 8
-_MOST_ITEMS = 24
-_LONGEST_NOTE = 240
-
-_ROOT = "font:13px/1.5 system-ui,sans-serif;max-width:920px"
-_CODE = "font:12px/1.5 Menlo,Consolas,monospace"
 _LINE = "1px solid #8886"
-_LEFT = "padding:2px 6px;text-align:left"
-_RIGHT = "padding:2px 6px;text-align:right"
-_NAME = f"{_LEFT};{_CODE}"
-_BAR = "display:flex;height:9px;border-radius:3px;overflow:hidden;margin:8px 0 4px"
-_MUTED = "opacity:.72"
-_DOT = f' <span style="{_MUTED}">·</span> '
+_CODE = "font:12px/1.5 Menlo,Consolas,monospace"
+_LEFT, _FAINT = "padding:2px 6px;text-align:left", "font-weight:600;opacity:.72"
 _WRAPPED = "overflow-wrap:break-word"
+_STYLES = {
+    "root": f"font:13px/1.5 system-ui,sans-serif;max-width:920px;{_WRAPPED}",
+    "head": f"border-bottom:{_LINE};padding-bottom:5px",
+    "muted": "opacity:.72",
+    "line": "padding-top:4px",
+    "hint": "padding-top:4px;opacity:.72",
+    "mark": "padding-left:8px;margin-top:4px",
+    "code": f"{_CODE};margin-left:6px;white-space:pre-wrap",
+    "bar": "display:flex;height:9px;border-radius:3px;overflow:hidden;margin:8px 0 4px",
+    "part": "display:inline-block;margin-right:20px",
+    "scroll": "overflow-x:auto",
+    "table": "border-collapse:collapse;margin:8px 0 4px;font-size:12.5px",
+    "top": f"border-bottom:{_LINE}",
+    "left": _LEFT,
+    "right": "padding:2px 6px;text-align:right",
+    "nowrap": f"{_LEFT};white-space:nowrap",
+    "title": f"{_LEFT};{_FAINT}",
+    "number": f"padding:2px 6px;text-align:right;{_FAINT}",
+    "name": f"{_LEFT};{_CODE}",
+    "names": f"{_LEFT};{_FAINT};min-width:15em",
+    "drawn": "padding:0",
+    "fold": "margin-top:2px",
+    "click": "cursor:pointer",
+    "list": f"{_CODE};margin:2px 0 4px 16px",
+}
 _NO_BREAK = "\xa0"
-_LONGEST_UNBROKEN = 20
-_WIDTH_OF_SHARE = 40  # pixels
-_LONGEST_PIECE = 40
 _REPEATED = re.compile(r"[^{}]*\{[\d.,…]+\}[./]")
+_LONGEST_UNBROKEN = 20
+_BAR_PIXELS = {"share": 40, "bar": 120}
+_LONGEST_PIECE = 40
+_MOST_PARTS = 8
+_MOST_FOLDED_ROWS, _MOST_ITEMS = 8, 24
+_WIDEST_PART, _WIDEST_WORD = 38, 32
+
+_STYLE = (
+    "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:24px auto;padding:0 16px}"
+    "h1{font-size:22px}h2{font-size:17px;margin-top:28px}"
+    "figure{margin:12px 0}figure>*{max-width:100%;height:auto}"
+)
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_PAGE = (
+    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+    f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    '<meta name="viewport" content="width=device-width,initial-scale=1">'
+    '<meta name="color-scheme" content="light dark">'
+)
 
 
 def colors_of(kinds: Iterable[str]) -> dict[str, str]:
     """Return a colour for each element type, in the order of `PALETTE`."""
-    last = len(PALETTE) - 1
-    return {kind: PALETTE[min(number, last)] for number, kind in enumerate(kinds)}
+    return {kind: _color(place) for place, kind in enumerate(kinds)}
 
 
-def render(summary: Summary, calls: Sequence[str] = ()) -> str:
-    """Return a summary as HTML; `calls` are suggestions for the last line."""
-    colors = colors_of(total.kind for total in summary.dtypes)
-    label = f"Checkpoint {summary.title or IN_MEMORY}: {counted(summary.count, 'tensor')}"
-    storage = [
-        (word(total.kind), f"{binary_size(total.nbytes)}, {counted(total.count, 'tensor')}")
-        for total in summary.storage
-    ]
-    # Generators, because there may be a million of these.
-    dims = ((word(name), f"{size:,}") for name, size in summary.dims.items())
-    attrs = ((word(str(name)), value_text(value)) for name, value in summary.attrs.items())
-    code = " · ".join([f'<span style="{_CODE}">{_text(call)}</span>' for call in calls])
-    return "".join(
-        [
-            f'<div role="group" aria-label="{_text(label)}" style="{_ROOT}">',
-            _header(summary),
-            *_remarks(summary),
-            *_bar(summary, colors),
-            *_groups(summary),
-            *_table(summary, colors),
-            *_modules(summary),
-            *_list("Stored as", storage, len(storage)),
-            *_list("Named dimensions", dims, len(summary.dims)),
-            *_list("File attributes", attrs, len(summary.attrs)),
-            f'<div style="margin-top:4px;{_MUTED}">Next: {code}</div>' if code else "",
-            "</div>",
-        ]
-    )
+def _color(place: int) -> str:
+    return PALETTE[min(place, len(PALETTE) - 1)]
 
 
-def sentences(heading: str, conclusion: str, items: Iterable[tuple[str, bool]], more: str) -> str:
-    """Return a heading and sentences as HTML, with a mark at those that are exceptions."""
-    lines = [f'<div style="{_ROOT};{_WRAPPED}"><div><b>{_text(heading)}</b></div>']
-    lines += [f'<div style="margin-top:4px">{_text(conclusion)}</div>'] if conclusion else []
-    for sentence, is_exception in items:
-        color = _WARNING if is_exception else "#8886"
-        style = f"border-left:3px solid {color};padding-left:8px;margin-top:4px"
-        lines.append(f'<div style="{style}">{_text(sentence)}</div>')
-    lines.append(f'<div style="margin-top:4px;{_MUTED}">{_text(more)}</div></div>')
-    return "".join(lines)
+def to_html(blocks: Iterable[Block]) -> str:
+    """Return blocks as a fragment of HTML with inline styles."""
+    blocks = list(blocks)
+    first = blocks[0] if blocks else None
+    label = ""
+    if isinstance(first, Heading):
+        facts = ", ".join(first.facts)
+        label = f' role="group" aria-label="{_text(f"{first.label}: {facts}")}"'
+    writer = _Writer({name: f' style="{style}"' for name, style in _STYLES.items()})
+    return f"<div{label}{writer.style['root']}>{''.join(writer.lines(blocks))}</div>"
 
 
-def table(
-    heading: str, titles: Sequence[str], rows: Sequence[Sequence[str]], notes: Iterable[str]
-) -> str:
-    """Return a heading, a table of a name and numbers in each row, and notes as HTML.
-
-    A row without numbers is the title of the rows after it.
-    """
-    head = "".join([_head(_text(title), _RIGHT if n else _LEFT) for n, title in enumerate(titles)])
-    lines = []
-    for name, *numbers in rows:
-        cells = f'<td style="{_NAME}">{breaking(printable(name))}</td>'
-        cells += "".join([_cell(_RIGHT, number) for number in numbers])
-        if not any(numbers):
-            cells = f'<th colspan="{len(titles)}" style="{_LEFT};{_MUTED}">{_text(name)}</th>'
-        lines.append(f"<tr>{cells}</tr>")
-    below = [f'<div style="margin-top:4px">{_text(note)}</div>' for note in notes]
-    return (
-        f'<div style="{_ROOT};{_WRAPPED}"><div style="font-weight:600">{_text(heading)}</div>'
-        '<div style="overflow-x:auto"><table style="border-collapse:collapse;margin:'
-        '8px 0 4px;font-size:12.5px">'
-        f'<thead><tr style="border-bottom:{_LINE}">{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>{''.join(below)}</div>"
-    )
+def to_page(blocks: Iterable[Block]) -> str:
+    """Return blocks, which begin with a title, as a page, which is self-contained."""
+    blocks = list(blocks)
+    title = next(block.title for block in blocks if isinstance(block, Heading))
+    style = _STYLE + "".join([f".{name}{{{style}}}" for name, style in _STYLES.items()])
+    head = f"{_PAGE}<title>{_text(title)}</title><style>{style}</style></head>"
+    lines = _Writer({name: f' class="{name}"' for name in _STYLES}).lines(blocks)
+    return "\n".join([head, "<body>", *lines, "</body></html>\n"])
 
 
-def _text(text: str) -> str:
-    return escape(printable(text))
-
-
-def _muted(html: str) -> str:
-    return f'<span style="{_MUTED}">{html}</span>' if html else ""
-
-
-def _header(summary: Summary) -> str:
-    model = _text(model_text(summary))
-    figures = [counted(summary.count, "tensor"), binary_size(summary.nbytes)]
-    if not model:
-        noun = "parameter" if summary.size == 1 else "parameters"
-        figures.insert(1, f"{short_count(summary.size)} {noun}")
-    facts = [
-        f'<b style="font-size:14px">{_text(summary.title or IN_MEMORY)}</b>',
-        _muted(_text(format_text(summary))),
-        _muted(counted(summary.shards, "shard")) if summary.shards else "",
-        *["<b>{}</b> {}".format(*figure.split(" ", 1)) for figure in figures],
-        _muted("lazy"),
-    ]
-    line = _DOT.join([fact for fact in facts if fact])
-    line += f"<div>{model}</div>" if model else ""
-    return f'<div style="{_WRAPPED};border-bottom:{_LINE};padding-bottom:5px">{line}</div>'
-
-
-def _remarks(summary: Summary) -> Iterator[str]:
-    for kind, sentence in remarks(summary, _LONGEST_NOTE):
-        text = _text(shortened(printable(sentence), _LONGEST_NOTE))
-        if not kind:
-            yield f'<div style="padding-top:4px;{_MUTED}">{text}</div>'
-            continue
-        color = _ERROR if kind == "error" else _WARNING if kind == "warning" else _PLAIN
-        style = f"border-left:3px solid {color};padding-left:8px;margin-top:4px;{_WRAPPED}"
-        yield f'<div style="{style}"><b>{_text(kind)}:</b> {text}</div>'
-
-
-def _modules(summary: Summary) -> Iterator[str]:
-    if not summary.modules:
-        return
-    yield f'<div style="{_CODE};margin:4px 6px;{_WRAPPED}">'
-    lines = [
-        ": ".join([_text(label), *map(_muted, map(_text, parts))])
-        for label, *parts in modules_text(summary)
-    ]
-    # With `choose`, the last line is a hint, which needs no break after it.
-    yield "<br>".join(lines if summary.choose else [*lines, ""])
-    yield "</div>"
-
-
-# --- element types -------------------------------------------------------------------------------
-
-
-def _bar(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
-    """Draw the share of each element type as a bar, and write it as text."""
-    if not summary.dtypes:
-        return
-    shown = summary.dtypes[:_MOST_DTYPES]
-    if summary.nbytes:
-        yield f'<div style="{_BAR}">'
-        for total in shown:
-            width = _thousandths(total.nbytes, summary.nbytes) / 10
-            yield f'<span style="width:{width:g}%;background:{colors[total.kind]}"></span>'
-        yield "</div>"
-    yield "<div>"
-    for total in shown:
-        part = _muted(escape(share(total.nbytes, summary.nbytes)))
-        yield f'<span style="display:inline-block;margin-right:20px">{_key(colors[total.kind])}'
-        yield f"{_text(word(total.kind, WIDEST_KIND))} {binary_size(total.nbytes)} {part}</span> "
-    if remaining := len(summary.dtypes) - len(shown):
-        yield _muted(f"… {remaining:,} more")
-    yield "</div>"
-
-
-def _key(color: str) -> str:
-    return f'<span style="color:{color}">■</span>{_NO_BREAK}'
-
-
-def _thousandths(part: int, total: int) -> int:
-    """Divide integers, because a file can claim more than a float can represent."""
-    return part * 1000 // total if total else 0
-
-
-def _groups(summary: Summary) -> Iterator[str]:
-    """List groups such as buffers and optimizer state, then the components of the model."""
-    lines = [
-        f"<b>{_text(group)}</b> {' · '.join(filter(None, figures))} {escape(part)}"
-        for group, *figures, part in (*groups_text(summary), *components_text(summary))
-    ]
-    yield f'<div style="{_MUTED}">{"<br>".join(lines)}</div>' if lines else ""
-
-
-# --- the table of patterns -----------------------------------------------------------------------
-
-
-def _table(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
-    patterns = summary.patterns
-    if not patterns:
-        return
-    listed = len(patterns) if len(patterns) <= _MOST_ROWS + 1 else _MOST_ROWS
-    # Omit the counts if every row is a single tensor.
-    folded = summary.count > len(patterns)
-    yield '<div style="overflow-x:auto"><table style="border-collapse:collapse;width:100%;margin:'
-    yield f'8px 0 4px;font-size:12.5px;table-layout:auto"><thead><tr style="border-bottom:{_LINE}">'
-    title = "tensors, repeated modules folded" if folded else "tensors"
-    yield _head(title, f"width:70%;min-width:15em;{_LEFT}")
-    yield _head("count", _RIGHT) if folded else ""
-    yield _head("shape", _LEFT) + _head(f"stored{_NO_BREAK}as", _LEFT) + _head("size", _RIGHT)
-    yield _head("share", _RIGHT) + _head("", f"min-width:{_WIDTH_OF_SHARE}px;padding:0")
-    yield "</tr></thead><tbody>"
-    for pattern in patterns[:listed]:
-        yield _row(pattern, summary.nbytes, colors[pattern.dtype], folded=folded)
-    yield "</tbody></table></div>"
-    if remaining := patterns[listed:]:
-        items = []
-        for pattern in remaining[:_MOST_FOLDED_ROWS]:
-            count = f"{count_text(pattern)} tensors, " if pattern.grid > 1 else ""
-            figures = f"{count}{shape_text(pattern.shape, pattern.dtype)}, {kind_text(pattern)}"
-            items.append((pattern.text, f"{figures}, {binary_size(pattern.nbytes)}"))
-        yield from _list(rest_text(remaining), items, len(remaining), most=_MOST_FOLDED_ROWS)
-
-
-def _head(text: str, style: str) -> str:
-    if not text:
-        return f'<td style="{style}"></td>'
-    return f'<th scope="col" style="{style};font-weight:600;{_MUTED}">{text}</th>'
-
-
-def _row(pattern: Pattern, total: int, color: str, *, folded: bool) -> str:
-    width = _thousandths(pattern.nbytes, total) * _WIDTH_OF_SHARE // 1000
-    bar = f'<div style="width:{width}px;height:7px;background:{color}"></div>' if width else ""
-    return (
-        f'<tr><td style="{_NAME}">{_name(pattern.text)}</td>'
-        + (_cell(_RIGHT, count_text(pattern)) if folded else "")
-        + _cell(_LEFT, shape_text(pattern.shape, pattern.dtype))
-        + _cell(_LEFT, kind_text(pattern), _key(color))
-        + _cell(_RIGHT, binary_size(pattern.nbytes))
-        + _cell(_RIGHT, share(pattern.nbytes, total))
-        + (f'<td style="padding:0">{bar}</td></tr>' if bar else "</tr>")
-    )
-
-
-def _cell(style: str, text: str, key: str = "") -> str:
-    html = _text(text)
-    if len(text) <= _LONGEST_UNBROKEN:
-        html = html.replace(" ", _NO_BREAK)  # takes fewer bytes than a style
-    else:
-        style += ";white-space:nowrap"
-    return f'<td style="{style}">{key}{html}</td>'
+def _text(text: str, width: int = LONGEST_SENTENCE) -> str:
+    return escape(word(text, width))
 
 
 def _name(text: str) -> str:
-    """Write a pattern that may break after dots, with its repeated first words muted."""
-    repeated = _REPEATED.match(text)
-    cut = repeated.end() if repeated is not None else 0
-    html = breaking(text[cut:])
-    return f"{_muted(escape(text[:cut]))}<wbr>{html}" if cut else html
-
-
-def breaking(text: str) -> str:
     """Write a name that may break after dots, and within very long words."""
     pieces = [
         piece[start : start + _LONGEST_PIECE]
@@ -316,20 +142,172 @@ def breaking(text: str) -> str:
     return "<wbr>".join(map(escape, pieces))
 
 
-# --- folded lists --------------------------------------------------------------------------------
+def _key(color: str) -> str:
+    return f'<span style="color:{color}">■</span>{_NO_BREAK}'
 
 
-def _list(
-    title: str, items: Iterable[tuple[str, str]], count: int, *, most: int = _MOST_ITEMS
-) -> Iterator[str]:
-    """Write pairs of a name and a value as a list that is folded at first."""
-    if not count:
-        return
-    number = "" if title[0].isdigit() else f" ({count:,})"
-    yield '<details style="margin-top:2px"><summary style="cursor:pointer">'
-    yield f"{_muted(title + number)}</summary>"
-    yield f'<div style="{_CODE};margin:2px 0 4px 16px;{_WRAPPED}">'
-    for name, value in islice(items, most):
-        yield f"<b>{_text(name)}</b> {_text(value)}<br>"
-    yield _muted(f"… {count - most:,} more") if count > most else ""
-    yield "</div></details>"
+class _Writer:
+    """Writes the elements of a document with named styles."""
+
+    def __init__(self, style: dict[str, str]) -> None:
+        self.style = style
+
+    def lines(self, blocks: Iterable[Block]) -> Iterator[str]:
+        code: list[str] = []
+        for block in blocks:
+            if isinstance(block, Sentence) and block.kind == "code":
+                code.append(_text(block.text))
+                continue
+            yield from self.code(code)
+            yield "".join(_WRITERS[type(block)](self, block))
+        yield from self.code(code)
+
+    def code(self, lines: list[str]) -> Iterator[str]:
+        """Write lines of code in one element, and empty the list."""
+        if lines:
+            text = "\n".join(lines)
+            yield f"<div{self.style['code']}>{text}</div>"
+            lines.clear()
+
+    def muted(self, html: str) -> str:
+        return f"<span{self.style['muted']}>{html}</span>" if html else ""
+
+    def heading(self, heading: Heading) -> Iterator[str]:
+        label = f"<b>{_text(heading.label)}</b>"
+        facts = [
+            _text(f) if f not in heading.minor else self.muted(_text(f)) for f in heading.facts
+        ]
+        if not heading.noun and not facts:
+            yield f"<h{heading.level}>{_text(heading.title, WIDEST_CELL)}</h{heading.level}>"
+            return
+        yield f"<div{self.style['head']}>{' · '.join([label, *facts])}"
+        yield f"<div>{_text(heading.phrase)}</div></div>" if heading.phrase else "</div>"
+
+    def sentence(self, sentence: Sentence) -> Iterator[str]:
+        severity, text = severity_of(sentence), escape(sentence_text(sentence))
+        if severity or sentence.kind == "exception":
+            color = _EDGES.get(sentence.kind, PALETTE[-1])
+            label = f"<b>{escape(severity)}:</b> " if severity else ""
+            edge = f"border-left:3px solid {color};{_STYLES['mark']}"
+            yield f'<div style="{edge}">{label}{text}</div>'
+        else:
+            style = "hint" if sentence.kind == "hint" else "line"
+            yield f"<div{self.style[style]}>{text}</div>"
+
+    def bar(self, bar: Bar) -> Iterator[str]:
+        """Draw the share of each part as a bar, and write it as text."""
+        total = sum([part.nbytes for part in bar.parts])
+        parts = list(enumerate(bar.parts[:_MOST_PARTS]))
+        if total:
+            yield f"<div{self.style['bar']}>"
+            for n, part in parts:
+                width = Share(part.nbytes, total).of(1000) / 10
+                yield f'<span style="width:{width:g}%;background:{_color(n)}"></span>'
+            yield "</div>"
+        yield "<div>"
+        for n, part in parts:
+            label = f"{_text(part.label, _WIDEST_PART)} {binary_size(part.nbytes)}"
+            percent = self.muted(escape(share(part.nbytes, total)))
+            yield f"<span{self.style['part']}>{_key(_color(n))}{label} {percent}</span> "
+        yield self.muted(more(len(bar.parts) - _MOST_PARTS)) + "</div>"
+
+    def folded(self, folded: Folded) -> Iterator[str]:
+        yield from self.list(f"{folded.title} ({folded.total:,})", folded.items, folded.total)
+
+    def list(
+        self, title: str, items: Iterable[tuple[str, str]], count: int, most: int = _MOST_ITEMS
+    ) -> Iterator[str]:
+        """Write pairs of a name and a value as a list that is folded at first."""
+        yield f"<details{self.style['fold']}><summary{self.style['click']}>"
+        yield f"{self.muted(_text(title))}</summary><div{self.style['list']}>"
+        for name, value in islice(items, most):
+            yield f"<b>{_text(name, _WIDEST_WORD)}</b> {_text(value, WIDEST_CELL)}<br>"
+        yield f"{self.muted(more(count - most))}</div></details>"
+
+    def picture(self, picture: Picture) -> Iterator[str]:
+        if markup := picture.draw():
+            label = _text(picture.caption)
+            yield f'<figure role="img" aria-label="{label}">{markup}</figure>'
+
+    # --- tables ----------------------------------------------------------------------------------
+
+    def table(self, table: Table) -> Iterator[str]:
+        fields, most = table.fields, table.most
+        has_head = any(field.title for field in fields)
+        if not has_head and fields[0].kind == "name":  # a few totals
+            lines = []
+            for row in table.rows:
+                name, *texts = [_text(cell_text(c, f)) for c, f in zip(row, fields, strict=True)]
+                lines.append(f"<b>{name}</b> {' · '.join(filter(None, texts))}")
+            yield f"<div{self.style['muted']}>{'<br>'.join(lines)}</div>"
+            return
+        if table.rows:
+            yield f"<div{self.style['scroll']}><table{self.style['table']}>"
+            if has_head:
+                head = "".join(map(self.head, fields))
+                yield f"<thead><tr{self.style['top']}>{head}</tr></thead>"
+            yield "<tbody>"
+            for place, row in enumerate(table.rows[:most]):
+                if len(row) < len(fields):
+                    title = _text(str(row[0]))
+                    yield f'<tr><th colspan="{len(fields)}"{self.style["title"]}>{title}</th></tr>'
+                    continue
+                color = _color(table.colors[place]) if table.colors else PALETTE[0]
+                cells = [
+                    self.cell(cell, field, color) for cell, field in zip(row, fields, strict=True)
+                ]
+                yield f"<tr>{''.join(cells)}</tr>"
+            yield "</tbody></table></div>"
+        folded = [] if most is None else table.rows[most:]
+        if folded:
+            items = []
+            for row in folded[:_MOST_FOLDED_ROWS]:
+                name, *texts = [cell_text(c, f) for c, f in zip(row, fields, strict=True)]
+                items.append((name, ", ".join(filter(None, texts))))
+            yield from self.list(
+                table.rest.removeprefix("… "), items, len(folded), _MOST_FOLDED_ROWS
+            )
+        elif table.rest:
+            yield from self.sentence(Sentence("hint", table.rest))
+
+    def head(self, field: Field) -> str:
+        if field.kind == "bar":
+            return f"<td{self.style['drawn']}></td>"
+        kind = "number" if field.kind in NUMERIC else "names" if field.kind in NAMES else "title"
+        end = f"<td{self.style['drawn']}></td>" if field.kind == "share" else ""
+        title = _text(field.title).replace(" ", _NO_BREAK)
+        return f'<th scope="col"{self.style[kind]}>{title}</th>{end}'
+
+    def cell(self, cell: Cell, field: Field, color: str) -> str:
+        text, kind = cell_text(cell, field), field.kind
+        drawn = ""
+        if kind in _BAR_PIXELS:
+            pixels = cell.of(_BAR_PIXELS[kind]) if isinstance(cell, Share) else 0
+            box = f'<div style="width:{pixels}px;height:7px;background:{color}"></div>'
+            drawn = f"<td{self.style['drawn']}>{box}</td>" if pixels else ""
+            if kind == "bar":
+                return drawn or "<td></td>"
+        if kind in NAMES:
+            inner = text.lstrip(" ")
+            repeated = _REPEATED.match(inner) if kind == "pattern" else None
+            cut = 0 if repeated is None else repeated.end()
+            prefix = f"{self.muted(escape(inner[:cut]))}<wbr>" if cut else ""
+            html = _NO_BREAK * (len(text) - len(inner)) + prefix + _name(inner[cut:])
+            return f"<td{self.style['name']}>{html}</td>"
+        html, style = escape(text), "right" if kind in NUMERIC else "left"
+        if len(text) <= _LONGEST_UNBROKEN:
+            html = html.replace(" ", _NO_BREAK)  # takes fewer bytes than a style
+        elif kind != "text" and style == "left":
+            style = "nowrap"
+        key = _key(color) if kind == "key" else ""
+        return f"<td{self.style[style]}>{key}{html}</td>{drawn}"
+
+
+_WRITERS: dict[type, Callable[..., Iterable[str]]] = {
+    Heading: _Writer.heading,
+    Sentence: _Writer.sentence,
+    Table: _Writer.table,
+    Bar: _Writer.bar,
+    Folded: _Writer.folded,
+    Picture: _Writer.picture,
+}

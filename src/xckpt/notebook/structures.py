@@ -1,23 +1,24 @@
-"""The structure of a model as tables and as text."""
+"""The structure of a model as tables and as blocks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from xckpt.formatting import counted, printable, shape_text
+from xckpt.formatting import counted, shape_text
+from xckpt.notebook.documents import Field, Sentence, Table
 from xckpt.notebook.folding import families_of, united
 from xckpt.structure import Role
 from xckpt.structure.forms import forms_of
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import pandas as pd
 
+    from xckpt.notebook.documents import Block
     from xckpt.structure import Structure, TensorInfo
 
-__all__ = ["evidence_table", "structure_lines", "structure_table", "summary_of_roles"]
+__all__ = ["evidence_table", "structure_blocks", "structure_table"]
 
 _SOURCES = {
     "user": "you",
@@ -60,8 +61,8 @@ def evidence_table(info: TensorInfo) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["field", "value", "source", "reason", "decided"])
 
 
-def structure_lines(structure: Structure) -> list[str]:
-    """Return a line for tensors of one kind whose names differ in numbers or in one word."""
+def structure_blocks(structure: Structure) -> list[Block]:
+    """Return a row for tensors of one kind whose names differ in numbers or in one word."""
     # A graph has many settings of its operators, which are a single line.
     names = [name for name in structure if not _is_setting(structure, name)]
     settings = len(structure) - len(names)
@@ -75,25 +76,18 @@ def structure_lines(structure: Structure) -> list[str]:
         count = f"×{len(rows)}" if len(rows) > 1 else ""
         axes = _axes_text(info) or shape_text(structure.described(rows[0].name).shape, "")
         kind = " ".join(filter(None, (info.slot, info.module_type, info.param)))
-        lines.append((pattern, count, info.role.value, printable(kind), axes, _reason(info)))
+        lines.append((pattern, count, info.role.value, kind, axes, _reason(info)))
     if settings:
         lines.append((f"settings of the operators ×{settings}", "", "constant", "", "", ""))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join([text.ljust(width) for text, width in zip(line, widths, strict=True)]).rstrip()
-        for line in lines
+    roles = Counter(role.value for role in structure.roles.values()).most_common()
+    counts = ", ".join([f"{count:,} {role}" for role, count in roles])
+    total = counted(len(structure), "tensor")
+    fields = [
+        Field("tensors", "pattern"),
+        *(Field("count", "word"), Field("role", "word"), Field("kind", "word")),
+        *(Field("axes", "word"), Field("evidence")),
     ]
-
-
-def summary_of_roles(structure: Structure) -> str:
-    """Return the number of tensors of each role, most frequent first."""
-    counts: dict[str, int] = {}
-    for role in structure.roles.values():
-        counts[role.value] = counts.get(role.value, 0) + 1
-    ordered: Iterable[tuple[str, int]] = sorted(counts.items(), key=lambda item: -item[1])
-    return f"{counted(len(structure), 'tensor')}: " + ", ".join(
-        [f"{count:,} {role}" for role, count in ordered]
-    )
+    return [Sentence("lead", f"{total}: {counts}"), Table(fields, lines)]
 
 
 def _is_setting(structure: Structure, name: str) -> bool:

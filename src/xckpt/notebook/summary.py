@@ -1,13 +1,12 @@
 """Overviews of a checkpoint from its metadata: a `Summary`, a tree of modules, a table of sizes.
 
-`xckpt.notebook.text` and `xckpt.notebook.html` render a `Summary`.
+`xckpt.notebook.views` makes blocks of a `Summary`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from html import escape
 from itertools import islice
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -16,13 +15,12 @@ from xckpt.errors import shown, some
 from xckpt.formatting import (
     base_name,
     binary_size,
-    columns,
     counted,
-    printable,
     shape_text,
-    shortened,
+    word,
 )
 from xckpt.index import paused_collector
+from xckpt.notebook.documents import Field, Sentence, Shown, Table
 from xckpt.notebook.folding import (
     Family,
     Pattern,
@@ -54,6 +52,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.errors import Cause
+    from xckpt.notebook.documents import Block
     from xckpt.structure.description import ModelDescription
 
 # Up to this number, tensors are listed one by one: folding would hide names and save nothing.
@@ -490,7 +489,7 @@ class _Modules:
     children: dict[str | None, _Modules] = field(default_factory=dict)
 
 
-class ModuleTree:
+class ModuleTree(Shown):
     """The tree of modules of a checkpoint, with numbered modules folded, and their sizes.
 
     Examples
@@ -513,35 +512,28 @@ class ModuleTree:
                 parts = [part for _, part in tokens(parsed.template)]
                 words = [part if isinstance(part, str) else None for part in parts]
                 words_by_template[parsed.template] = words
-            for word in words_by_template[parsed.template][:depth]:
-                node = node.children.setdefault(word, _Modules())
+            for part in words_by_template[parsed.template][:depth]:
+                node = node.children.setdefault(part, _Modules())
                 node.count += 1
                 node.nbytes += row.nbytes
-                if word is None:
+                if part is None:
                     node.indices.add(next(indices))
 
-    def __repr__(self) -> str:
-        lines = list(islice(_lines(self._root, 0), _MOST_LINES + 1))
-        width = max((columns(name) for name, _, _ in lines), default=0)
-        text = [
-            f"{name}{' ' * (width - columns(name))}  {count:>16}  {size:>10}"
-            for name, count, size in lines[:_MOST_LINES]
-        ]
-        if len(lines) > _MOST_LINES:
-            text.append("… and more: choose a smaller depth, or a part with find()")
-        return "\n".join(text) or "no tensors"
-
-    def _repr_html_(self) -> str:
-        return f"<pre style='line-height:1.4'>{escape(repr(self))}</pre>"
+    def _blocks(self) -> list[Block]:
+        rows = list(islice(_lines(self._root, 0), _MOST_LINES + 1))
+        if not rows:
+            return [Sentence("", "no tensors")]
+        rest = "… and more: choose a smaller depth, or a part with find()"
+        fields = [Field("", "tree"), Field("", "number"), Field("", "size")]
+        return [Table(fields, rows[:_MOST_LINES], rest if len(rows) > _MOST_LINES else "")]
 
 
-def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, str]]:
+def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, int]]:
     keys = list(node.children)
     for position in ascending([key or "" for key in keys]):
         key, child = keys[position], node.children[keys[position]]
-        name = indices_text(child.indices) if key is None else printable(key)
-        short = shortened(name, _WIDEST_NAME)
-        yield "  " * level + short, counted(child.count, "tensor"), binary_size(child.nbytes)
+        name = indices_text(child.indices) if key is None else word(key, _WIDEST_NAME)
+        yield "  " * level + name, counted(child.count, "tensor"), child.nbytes
         yield from _lines(child, level + 1)
 
 

@@ -20,7 +20,15 @@ from xckpt.statistics.tables import (
     tensor_names,
     tensor_rows,
 )
-from xckpt.statistics.views import ResultView, attribute_sentence, comparison_lines, represented
+from xckpt.statistics.views import (
+    attribute_sentence,
+    change_sentences,
+    comparison_lines,
+    frame_table,
+    group_notes,
+    represented,
+    result_blocks,
+)
 
 __all__ = [
     "EXPLANATION_COLUMNS",
@@ -28,14 +36,17 @@ __all__ = [
     "OF_MATRICES",
     "QUANTILES",
     "STATUSES",
-    "ResultView",
     "attribute_sentence",
+    "change_sentences",
     "channel_values",
     "comparison_lines",
+    "frame_table",
+    "group_notes",
     "histogram",
     "known_stats",
     "matched_names",
     "represented",
+    "result_blocks",
     "spectrum",
     "statistic_names",
     "stats",

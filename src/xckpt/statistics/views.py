@@ -1,23 +1,14 @@
-"""Results as short texts and as HTML: a heading, then sentences or the first rows of the table."""
+"""Results as blocks: a heading, then sentences about a large comparison, or rows of the table."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
-from xckpt.formatting import (
-    base_name,
-    counted,
-    figure,
-    line_width,
-    printable,
-    shortened,
-    wrapped,
-)
+from xckpt.formatting import base_name, counted, printable, shape_text, shortened
 from xckpt.index import paused_collector
 from xckpt.notebook.changes import FEW_TENSORS, MOST_LINES, TensorChange, change_lines
-from xckpt.notebook.html import sentences as sentences_html
-from xckpt.notebook.html import table as table_html
-from xckpt.notebook.short_names import apart
+from xckpt.notebook.documents import Field, Heading, Sentence, Share, Table, more
 from xckpt.statistics.tables import (
     MAIN_COLUMNS,
     has_channels,
@@ -29,121 +20,136 @@ from xckpt.statistics.tables import (
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     import pandas as pd
     import xarray as xr
 
     from xckpt.notebook.changes import ChangeLine
+    from xckpt.notebook.documents import Block, Cell
 
 _MOST_ROWS, _MOST_COLUMNS = 10, 12
-_MOST_LINES = 6  # of a heading or a conclusion
 _MOST_ATTRIBUTES, _WIDEST_CHANGE = 3, 160
 _TABLE = ".ckpt.table()"
-_INDENT = "  "
+#: Kinds of columns other than numbers.
+_KINDS = {
+    **dict.fromkeys(("dtype", "shape", "outcome", "cause", "name_b", "other_names"), "word"),
+    "status": "status",
+    "explanation": "text",
+}
+#: Statistics of groups that have a bar, the first one that there is.
+_DRAWN = ("rel_l2", "affected", "std", "spectral_norm")
+_STEPS = 10**6  # of a bar
 
 
-class ResultView(NamedTuple):
-    """A result as it is shown: lines for a large comparison, otherwise rows of the table."""
-
-    # `heading` is printable; `conclusion` and `rows` may contain names from files.
-    heading: str
-    conclusion: str = ""
-    lines: tuple[ChangeLine, ...] = ()
-    rows: pd.DataFrame | None = None
-    attributes: str = ""  # that differ; may contain names from files
-    rest: str = ""  # the call that returns all tensors or groups
-
-    @classmethod
-    def of(cls, result: xr.Dataset) -> Self | None:
-        """Return the view of a result; None for another Dataset."""
-        if has_groups(result):
-            return cls._of_groups(result)
-        kind = _kind_of(result)
-        if kind is None:
-            return None
-        files = [result.attrs.get("source"), result.attrs.get("compared_with")]
-        file_names = " with ".join(base_name(str(file)) for file in files if file)
-        head = f"<{' of '.join(filter(None, (kind, file_names)))}>  {{}}"
-        names = tensor_names(result)
-        tensors = counted(len(names), "tensor")
-        if kind == "Histogram":
-            return cls(head.format(f"{tensors} · {result.sizes['bin']} bins"))
-        if any(hasattr(data_of(variable), "dask") for variable, _ in named_tensors(result)):
-            return cls(head.format(f"{tensors} · not computed yet"))
-        frame = table(result)
-        fact = f"{len(result['statistic'])} statistics"
-        if "status" in frame:
-            counts = frame["status"].value_counts()
-            statuses = [f"{count:,} {status}" for status, count in counts.items() if count]
-            fact = ", ".join(statuses) or "none in common"
-        heading = head.format(f"{tensors}: {fact}")
-        conclusion = printable(str(result.attrs.get("explanation", "")))
-        attributes = attribute_sentence(result)
-        if "status" in frame and len(frame) > FEW_TENSORS and not has_channels(result):
-            view = cls(heading, conclusion, attributes=attributes, rest=f"every tensor: {_TABLE}")
-            more_lines = max(0, len(view._head_lines()) - 2)
-            lines = comparison_lines(frame, MOST_LINES - more_lines)
-            return view._replace(lines=tuple(lines))
-        columns = [name for name in MAIN_COLUMNS if name in frame]
-        columns = columns or list(frame)[: len(MAIN_COLUMNS)]
-        return cls(heading, conclusion, (), frame[columns], attributes, _TABLE)
-
-    @classmethod
-    def _of_groups(cls, groups: xr.Dataset) -> Self:
-        """Return the view of a result of `by`."""
-        keys = [str(dim) for dim in groups.dims if dim != "bin"]
-        of = " of ".join(["Groups", *map(base_name, filter(None, [groups.attrs.get("source")]))])
-        heading = f"<{of}>  by {', '.join(map(printable, keys))}: {{}}"
-        if "bin" in groups.dims:
-            return cls(heading.format(f"{groups.sizes['bin']} bins"))
-        frame = table(groups)
-        frame.index = [
-            " ".join(map(str, label if len(keys) > 1 else [label])) for label in frame.index
-        ]
-        return cls(heading.format(counted(len(frame), "group")), rows=frame, rest=_TABLE)
-
-    def text(self) -> str:
-        """Return the view as text."""
-        width = line_width() - len(_INDENT)
-        lines = [_INDENT + part for line in self.lines for part in wrapped(str(line), width, 2)]
-        lines += [_INDENT + self.rest] if self.lines else [_row_text(self.rows), self._more()]
-        return "\n".join(filter(None, (*self._head_lines(), *lines)))
-
-    def html(self) -> str:
-        """Return the view as HTML."""
-        if self.rows is None:
-            items = [(str(line), line.is_exception) for line in self.lines]
-            notes = " ".join(filter(None, (self.conclusion, self.attributes)))
-            return sentences_html(self.heading, notes, items, self.rest)
-        top = self.rows.iloc[:_MOST_ROWS, :_MOST_COLUMNS]
-        columns = [top[name].tolist() for name in top]
-        texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
-        rows = list(zip(top.index.map(str), *texts, strict=True))
-        below = filter(None, (self.conclusion, self.attributes, self._more()))
-        return table_html(self.heading, ["", *top], rows, below)
-
-    def _head_lines(self) -> list[str]:
-        """Return the heading, the conclusion and the attributes as lines of text."""
-        texts = (self.heading, self.conclusion, self.attributes)
-        return [line for text in texts for line in wrapped(text, line_width(), _MOST_LINES, "")]
-
-    def _more(self) -> str:
-        """Return the number of rows that are not shown, with the call that returns all."""
-        count = 0 if self.rows is None else len(self.rows) - _MOST_ROWS
-        return f"… {count:,} more: {self.rest}" if count > 0 else ""
+def result_blocks(result: xr.Dataset) -> list[Block] | None:
+    """Return the view of a result; None for another Dataset."""
+    if has_groups(result):
+        return _groups(result)
+    kind = _kind_of(result)
+    if kind is None:
+        return None
+    files = [result.attrs.get("source"), result.attrs.get("compared_with")]
+    title = " with ".join(base_name(str(file)) for file in files if file)
+    noun = f"{kind} of" if title else kind
+    tensors = counted(len(tensor_names(result)), "tensor")
+    if kind == "Histogram":
+        return [Heading(title, noun, [tensors, f"{result.sizes['bin']} bins"])]
+    if any(hasattr(data_of(variable), "dask") for variable, _ in named_tensors(result)):
+        return [Heading(title, noun, [tensors, "not computed yet"])]
+    frame = table(result)
+    fact = f"{len(result['statistic'])} statistics"
+    if "status" in frame:
+        counts = frame["status"].value_counts()
+        statuses = [f"{count:,} {status}" for status, count in counts.items() if count]
+        fact = ", ".join(statuses) or "none in common"
+    blocks: list[Block] = [Heading(title, noun, [f"{tensors}: {fact}"])]
+    if conclusion := str(result.attrs.get("explanation", "")):
+        blocks.append(Sentence("lead", conclusion))
+    if attributes := attribute_sentence(result):
+        blocks.append(Sentence("note", attributes))
+    if "status" in frame and len(frame) > FEW_TENSORS and not has_channels(result):
+        lines = change_sentences(comparison_lines(frame, MOST_LINES - 3 * len(blocks[1:])))
+        return [*blocks, *lines, Sentence("hint", f"every tensor: {_TABLE}")]
+    columns = [name for name in MAIN_COLUMNS if name in frame] or list(frame)
+    return [*blocks, frame_table(frame, columns[:_MOST_COLUMNS], _MOST_ROWS, where=_TABLE)]
 
 
-def _row_text(frame: pd.DataFrame | None) -> str:
-    """Return the first rows as text, without the last columns if lines are too narrow."""
-    if frame is None or frame.empty:
-        return ""
-    width = line_width()
-    top = frame.head(_MOST_ROWS).rename_axis(None)
-    top.index = apart(top.index.map(str).tolist(), width * 2 // 5)
-    while True:
-        text: str = top.to_string(float_format=lambda x: f"{x:.4g}")
-        if text.find("\n") <= width or top.shape[1] <= 1:
-            return text
-        top = top.iloc[:, :-1]
+def _groups(groups: xr.Dataset) -> list[Block]:
+    """Return the view of a result of `by`."""
+    keys = [str(dim) for dim in groups.dims if dim != "bin"]
+    title, by_keys = base_name(str(groups.attrs.get("source", ""))), f"by {', '.join(keys)}"
+    noun = "Groups of" if title else "Groups"
+    if "bin" in groups.dims:
+        return [Heading(title, noun, [f"{by_keys}: {groups.sizes['bin']} bins"])]
+    frame = table(groups)
+    blocks: list[Block] = [
+        Heading(title, noun, [f"{by_keys}: {counted(len(frame), 'group')}"]),
+        frame_table(
+            frame.reset_index(),
+            [*keys, *frame][:_MOST_COLUMNS],
+            _MOST_ROWS,
+            where=_TABLE,
+            keys=keys,
+        ),
+    ]
+    return [*blocks, *[Sentence("note", note) for note in group_notes(groups.attrs, keys)]]
+
+
+def group_notes(attrs: Any, keys: Sequence[str]) -> list[str]:
+    """Return which tensors are in no group, as sentences."""
+    notes = []
+    if "outside" in attrs:
+        notes.append(f"tensors outside, whose names lack {' or '.join(keys)}: {attrs['outside']}")
+    return [*notes, *([attrs["unknown"]] if "unknown" in attrs else [])]
+
+
+def frame_table(
+    frame: pd.DataFrame,
+    columns: Iterable[str],
+    most: int | None = None,
+    *,
+    where: str = "",
+    keys: Sequence[str] = (),
+    wanted: Sequence[str] = (),
+) -> Table:
+    """Return the first rows of a table of tensors, or of groups by keys, as a block.
+
+    `where` is the call that returns the other rows, and `wanted` lists columns to show rather than
+    others.
+    """
+    top = frame if most is None else frame.iloc[:most]
+    fields = [] if keys else [Field("tensor", "name")]
+    cells: list[Sequence[Cell]] = [] if keys else [list(map(str, top.index))]
+    drawn = next((name for name in _DRAWN if name in frame), "") if keys else ""
+    for name in columns:
+        values = top[name].tolist()
+        if name in keys:
+            fields.append(Field(name, "word" if fields else "name"))
+            values = list(map(str, values))
+        else:
+            fields.append(Field(name, _KINDS.get(name, "number")))
+            if name == "shape":
+                values = [shape_text(shape) for shape in values]
+        cells.append(values)
+        if name == drawn:
+            fields.append(Field("", "bar"))
+            cells.append(_shares(values))
+    rest = more(len(frame) - len(top), where=where)
+    return Table(fields, list(zip(*cells, strict=True)), rest, wanted=wanted)
+
+
+def _shares(values: Sequence[float]) -> list[Cell]:
+    """Return numbers as shares of the largest one."""
+    largest = max([v for v in values if not isnan(v)], default=0.0)
+    if not 0 < largest < float("inf"):
+        return [None] * len(values)
+    return [None if isnan(v) else Share(int(v / largest * _STEPS), _STEPS) for v in values]
+
+
+def change_sentences(lines: Iterable[ChangeLine]) -> list[Block]:
+    """Return the lines of a comparison as blocks."""
+    return [Sentence("exception" if line.is_exception else "", str(line)) for line in lines]
 
 
 def comparison_lines(frame: pd.DataFrame, most: int = MOST_LINES) -> list[ChangeLine]:

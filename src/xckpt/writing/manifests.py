@@ -41,6 +41,7 @@ from xckpt.errors import (
 from xckpt.formatting import counted
 from xckpt.index import Index, paused_collector
 from xckpt.labels.filters import combined, select, select_or_raise
+from xckpt.notebook.documents import Heading, Shown
 from xckpt.opening import open_index
 from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
     from xckpt.errors import CheckpointError
     from xckpt.labels import TensorFilter
+    from xckpt.notebook.documents import Block
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
@@ -80,8 +82,8 @@ _FIELDS = TensorDigest._fields
 _SHOWN = 60  # characters of a value in a message
 
 
-@dataclass(frozen=True)
-class Manifest(Mapping[str, TensorDigest]):
+@dataclass(frozen=True, repr=False)
+class Manifest(Shown, Mapping[str, TensorDigest]):
     """Digests of the contents of all tensors of a checkpoint: a mapping of names to `TensorDigest`.
 
     Two manifests are equal if the same names have the same elements of the same types. `digest`
@@ -208,8 +210,8 @@ class Manifest(Mapping[str, TensorDigest]):
                     f"not a manifest: {error}", path=source.name, rule="Manifest", hint=hint
                 ) from error
 
-    def __repr__(self) -> str:
-        return f"<Manifest of {counted(len(self), 'tensor')}, {self.digest}>"
+    def _blocks(self) -> list[Block]:
+        return [Heading(f"{counted(len(self), 'tensor')}, {self.digest}", "Manifest of")]
 
 
 # --- JSON ----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from xckpt.formatting import binary_size, counted
 from xckpt.index import paused_collector
 from xckpt.labels.filters import combined, select_or_raise
 from xckpt.labels.renaming import new_names
+from xckpt.notebook.documents import Heading, Sentence, Shown
 from xckpt.opening import open_index
 from xckpt.options import documented
 from xckpt.storage.local import LocalSource, OpenFile
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from xckpt.index import Index, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
+    from xckpt.notebook.documents import Block
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
@@ -491,7 +493,7 @@ class Recast(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Conversion:
+class Conversion(Shown):
     """Summary of a conversion, returned by `convert`.
 
     Parameters
@@ -529,9 +531,10 @@ class Conversion:
         """True if no value was rounded."""
         return all(recast.exact for recast in self.recasts)
 
-    def __repr__(self) -> str:
+    def _blocks(self) -> list[Block]:
         size = binary_size(self.nbytes)
         if self.source_nbytes is not None:
             size += f", was {binary_size(self.source_nbytes)}"
-        head = f"{self.path}: {self.format}, {counted(self.tensors, 'tensor')}, {size}"
-        return "\n".join([head, *(f"  {recast}" for recast in self.recasts)])
+        facts = [self.format, counted(self.tensors, "tensor"), size]
+        lines = [Sentence("", str(recast)) for recast in self.recasts]
+        return [Heading(self.path, facts=facts), *lines]

@@ -32,6 +32,7 @@ from xckpt.errors import (
 )
 from xckpt.formatting import counted
 from xckpt.labels.filters import combined, select_or_raise
+from xckpt.notebook.documents import Heading, Sentence, Shown, more
 from xckpt.opening import open_index
 from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from xckpt.errors import Cause
     from xckpt.index import Index, Part, Tensor
     from xckpt.labels import TensorFilter
+    from xckpt.notebook.documents import Block
     from xckpt.opening import OpenPath
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
@@ -107,7 +109,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Report:
+class Report(Shown):
     """The result of `verify`.
 
     Parameters
@@ -177,28 +179,24 @@ class Report:
 
         return pd.DataFrame(list(self.findings), columns=list(Finding._fields))
 
-    def __repr__(self) -> str:
-        errors = sum(finding.severity == "error" for finding in self.findings)
-        warning_count = len(self.findings) - errors
-        head = f"{self.path}: {self.sentence}  "
-        head += " · ".join(
-            [
-                *([f"{self.format} {self.version}".strip()] if self.format else []),
-                f"{self.tensors:,} tensors",
-                f"{self.digests:,} digests",
-                counted(errors, "error"),
-                counted(warning_count, "warning"),
-            ]
-        )
-        lines = [head]
-        for finding in self.findings[:_SHOWN_FINDINGS]:
-            place = "" if finding.tensor is None else f" {shown(finding.tensor)}"
-            place += "" if finding.file is None else f" in {basename(finding.file)}"
-            at = "" if finding.offset is None else f" byte {finding.offset}"
+    def _blocks(self, most: int | None = _SHOWN_FINDINGS) -> list[Block]:
+        facts = [
+            self.sentence,
+            f"{self.format} {self.version}".strip(),
+            counted(self.tensors, "tensor"),
+            counted(self.digests, "digest"),
+        ]
+        blocks: list[Block] = [Heading(self.path, facts=list(filter(None, facts)))]
+        for finding in self.findings[:most]:
+            place = "" if finding.tensor is None else f"tensor {shown(finding.tensor)}"
+            if finding.file is not None:
+                place = f"{place} in {basename(finding.file)}".strip()
+            at = "" if finding.offset is None else f"byte {finding.offset}"
             rule = "" if finding.rule is None else f" [{finding.rule}]"
-            lines.append(f"  {finding.severity}{place}{at}: {finding.message}{rule}")
-        more = len(self.findings) - _SHOWN_FINDINGS
-        return "\n".join([*lines, *([f"  and {more:,} more"] if more > 0 else [])])
+            text = ": ".join(filter(None, (place, at, finding.message)))
+            blocks.append(Sentence(finding.severity, f"{text}{rule}"))
+        rest = 0 if most is None else len(self.findings) - most
+        return [*blocks, *([Sentence("hint", more(rest, "finding"))] if rest > 0 else [])]
 
 
 @takes(TransferOptions)
