@@ -110,7 +110,7 @@ def test_blocks_of_several_widths_have_few_dimensions(unet: xr.Dataset) -> None:
 
 def test_an_index_shows_itself_in_a_notebook(tmp_path: Path) -> None:
     index = xckpt.read_index(write_checkpoint(tmp_path / "m.zt", layers=3, width=64))
-    assert "35 tensors" in index._repr_html_()
+    assert "35 tensors" in str(index._repr_html_())
 
 
 def test_other_objects_have_a_short_html() -> None:

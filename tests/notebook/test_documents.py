@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from xckpt.notebook.documents import Block
+    from xckpt.notebook.documents import Block, Cell
 
 NAMES = (*HOSTILE, "layers.0." + "x" * 5000, "重" * 300, "a|b`c``", "](http://x)", "&lt;b&gt;")
 TAGS = {
@@ -47,7 +47,7 @@ def every_block(name: str) -> list[Block]:
     fields = [Field(name, kind) for kind in kinds]
     fields += [Field("n", kind) for kind in ("number", "count", "size", "share", "bar")]
     numbers = [1.5, 2, 3, Share(1, 2), Share(1, 2)]
-    row = [*[name] * len(kinds), *numbers]
+    row: list[Cell] = [*[name] * len(kinds), *numbers]
     return [
         Heading(name, level=1),
         Heading(name, name, [name], name, [name]),

@@ -195,7 +195,7 @@ def test_an_index_is_shown_with_its_warnings() -> None:
     part = Part("float32", (4,), 64, 16)
     tensors = {"a": Tensor("a", "float32", (4,), {"data": part})}
     index = Index("ztensor", "1.0", tensors, source="/home/someone/m.zt", warnings=("odd offset",))
-    html = index._repr_html_()
+    html = str(index._repr_html_())
     assert "1 warning: odd offset" in Parsed(html).text
     assert "someone" not in html
 

@@ -67,7 +67,7 @@ def result_blocks(result: xr.Dataset) -> list[Block] | None:
     if conclusion := str(result.attrs.get("explanation", "")):
         blocks.append(Sentence("lead", conclusion))
     if attributes := attribute_sentence(result):
-        blocks.append(Sentence("note", attributes))
+        blocks.append(Sentence("", attributes))
     if "status" in frame and len(frame) > FEW_TENSORS and not has_channels(result):
         lines = change_sentences(comparison_lines(frame, MOST_LINES - 3 * len(blocks[1:])))
         return [*blocks, *lines, Sentence("hint", f"every tensor: {_TABLE}")]
