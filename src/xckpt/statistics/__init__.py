@@ -21,7 +21,6 @@ from xckpt.statistics.tables import (
     tensor_rows,
 )
 from xckpt.statistics.views import (
-    change_sentences,
     comparison_lines,
     frame_table,
     group_notes,
@@ -35,7 +34,6 @@ __all__ = [
     "OF_MATRICES",
     "QUANTILES",
     "STATUSES",
-    "change_sentences",
     "channel_values",
     "comparison_lines",
     "frame_table",
