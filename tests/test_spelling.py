@@ -67,6 +67,8 @@ def test_commands_select_tensors_with_the_texts_of_functions(command: str) -> No
     helps = {p.name: p.help for p in params if isinstance(p, click.Option)}
     for option in SELECTING:
         assert str(helps[option]).startswith(text_of(option))
+    for option in ("overwrite", "skip_unreadable"):
+        assert helps.get(option, text_of(option)) == text_of(option)
 
 
 @pytest.fixture(autouse=True)

@@ -215,7 +215,7 @@ class TestDifferences:
             ("Elements", "layers.2.w", shard),
             ("Elements", "layers.3.w", shard),
         ]
-        assert f"error 'layers.2.w' in {shard}: its elements" in repr(
+        assert f"error: tensor 'layers.2.w' in {shard}: its elements" in repr(
             verify(new, manifest=expected)
         )
         # A stale step, as a whole.
@@ -230,7 +230,7 @@ class TestDifferences:
         second.write_bytes(content)
         report = verify(index, manifest=expected)
         assert report.ok  # the tensors are the same, but not where the index has them
-        assert f"in {first.name!r}, but it is in {second.name!r}" in repr(report)
+        assert f"in {first.name!r}, but it is in {second.name!r}" in " ".join(repr(report).split())
 
     def test_tensors_that_changed_places(self, model: Path) -> None:
         expected = manifest(model)

@@ -32,6 +32,7 @@ from xckpt.cli.common import (
     without_nan,
 )
 from xckpt.errors import CheckpointError, CheckpointWarning
+from xckpt.options import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -246,9 +247,9 @@ class _WritableFormat(click.Choice[str]):
 @click.option(
     "--skip-unreadable",
     is_flag=True,
-    help="Leave out tensors that cannot be read or stored in the new format.",
+    help=text_of("skip_unreadable"),
 )
-@click.option("--overwrite", is_flag=True, help="Replace NEW if it exists.")
+@click.option("--overwrite", is_flag=True, help=text_of("overwrite"))
 @reading_options
 @json_option
 def convert(

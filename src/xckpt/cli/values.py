@@ -31,6 +31,7 @@ from xckpt.cli.common import (
     usage_errors,
 )
 from xckpt.cli.groups import by_option, grouped_table, print_groups
+from xckpt.options import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -646,7 +647,7 @@ def _print_rows(listed: pd.DataFrame, show: _TableOptions) -> None:
     "names in OTHER.",
 )
 @click.option("--no-explain", is_flag=True, help="Do not explain why tensors differ.")
-@click.option("--overwrite", is_flag=True, help="Replace the new file if it exists.")
+@click.option("--overwrite", is_flag=True, help=text_of("overwrite"))
 @_cache_option
 @reading_options_beside_output
 def report(

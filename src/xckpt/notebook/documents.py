@@ -14,27 +14,6 @@ from xckpt.formatting import binary_size, counted, figure, printable, share, sho
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = [
-    "Bar",
-    "BarPart",
-    "Block",
-    "Cell",
-    "Field",
-    "Folded",
-    "Heading",
-    "Picture",
-    "Sentence",
-    "Share",
-    "Shown",
-    "Table",
-    "View",
-    "cell_text",
-    "more",
-    "number_listed",
-    "sentence_text",
-    "severity_of",
-]
-
 #: Widths of texts, in columns of a terminal.
 WIDEST_CELL = 120
 LONGEST_SENTENCE = 400

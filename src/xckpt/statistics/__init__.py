@@ -22,7 +22,6 @@ from xckpt.statistics.tables import (
 )
 from xckpt.statistics.views import (
     attribute_sentence,
-    change_sentences,
     comparison_lines,
     frame_table,
     group_notes,
@@ -37,7 +36,6 @@ __all__ = [
     "QUANTILES",
     "STATUSES",
     "attribute_sentence",
-    "change_sentences",
     "channel_values",
     "comparison_lines",
     "frame_table",

@@ -69,8 +69,9 @@ def result_blocks(result: xr.Dataset) -> list[Block] | None:
     if attributes := attribute_sentence(result):
         blocks.append(Sentence("", attributes))
     if "status" in frame and len(frame) > FEW_TENSORS and not has_channels(result):
-        lines = change_sentences(comparison_lines(frame, MOST_LINES - 3 * len(blocks[1:])))
-        return [*blocks, *lines, Sentence("hint", f"every tensor: {_TABLE}")]
+        lines = comparison_lines(frame, MOST_LINES - 3 * len(blocks[1:]))
+        blocks += [Sentence("exception" if n.is_exception else "", str(n)) for n in lines]
+        return [*blocks, Sentence("hint", f"every tensor: {_TABLE}")]
     columns = [name for name in MAIN_COLUMNS if name in frame] or list(frame)
     return [*blocks, frame_table(frame, columns[:_MOST_COLUMNS], _MOST_ROWS, where=_TABLE)]
 
@@ -145,11 +146,6 @@ def _shares(values: Sequence[float]) -> list[Cell]:
     if not 0 < largest < float("inf"):
         return [None] * len(values)
     return [None if isnan(v) else Share(int(v / largest * _STEPS), _STEPS) for v in values]
-
-
-def change_sentences(lines: Iterable[ChangeLine]) -> list[Block]:
-    """Return the lines of a comparison as blocks."""
-    return [Sentence("exception" if line.is_exception else "", str(line)) for line in lines]
 
 
 def comparison_lines(frame: pd.DataFrame, most: int = MOST_LINES) -> list[ChangeLine]:
