@@ -40,6 +40,11 @@ class Step:
         raise NotImplementedError
 
     @property
+    def done(self) -> str:
+        """The result in words: "transposed"."""
+        return self.cause
+
+    @property
     def is_across(self) -> bool:
         """True if the elements of neighbouring rows may be scattered over the array."""
         return False
@@ -129,6 +134,11 @@ class RopePermuted(_Permutation):
         change = "interleaving undone" if self.undone else "halves interleaved"
         heads = counted(self.heads, "head")
         return f"permuting {self.lines} as for rotary embeddings ({heads}, {change})"
+
+    @property
+    def done(self) -> str:
+        heads = counted(self.heads, "head")
+        return f"{self.lines} permuted as for rotary embeddings ({heads})"
 
     def positions(self, length: int) -> Array:
         half = length // self.heads // 2

@@ -104,7 +104,7 @@ def _link(work: Work, joint: Joint, member: JointPart, side: int) -> Link:
     names = (part.name, whole.name)
     if not side:
         orders, names = [order[::-1] for order in orders], names[::-1]
-    return Link(names, orders, work.architecture.offset(names), is_padded)
+    return Link(names, orders, work.places.offset(names), is_padded)
 
 
 def _place(joint: Joint, member: JointPart) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ def _explanations(
             causes, text = (cause, "changed"), f"{head}; {unlike(link)}"
             explanations[number] = Explanation(causes, text, holds=False, other_names=(whole.name,))
             continue
-        explanation = related(work.architecture, link, link.relation, (*joint.steps, *member.steps))
+        explanation = related(work.places, link, link.relation, (*joint.steps, *member.steps))
         if _is_padded(joint, member):
             is_equal = explanation.causes == ("equal",)
             text = "equal after adding zeros" if is_equal else explanation.text

@@ -46,6 +46,17 @@ _ROLES = (
 _LEAVES = (frozenset({"weight", "kernel", "gamma", "scale"}), frozenset({"bias", "beta"}))
 
 
+_ROLE_NAMES = ("query", "key", "value", "gate", "up", "down", "output")
+
+
+def role_of(name: str) -> str | None:
+    """Return the projection that the words of a name state; None without one."""
+    words = _words(name).keys()
+    roles = [role for role, words_of_role in zip(_ROLE_NAMES, _ROLES, strict=True)
+             if words_of_role & words]  # fmt: skip
+    return roles[0] if len(roles) == 1 else None
+
+
 class Spelled(NamedTuple):
     """A name as a template with placeholders, and its numbers."""
 

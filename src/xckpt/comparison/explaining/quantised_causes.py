@@ -54,6 +54,12 @@ class Quantised(Relation):
         """Elements of a block of the earlier quantiser, 1 without one."""
         return OF_BLOCKS[self.earlier].block if self.earlier else 1
 
+    @property
+    def done(self) -> str:
+        """The change in a few words."""
+        offset = f"{self.transform.offset:+.9g}, " if self.transform.offset else ""
+        return f"{offset}quantised to {self.scheme.upper()}"
+
     def before(self, x: Array) -> Array:
         """Apply the changes that precede the quantiser to whole blocks."""
         values = self.transform(x)
