@@ -81,10 +81,10 @@ class Transposed(Step):
 
     def read(self, array: Any, box: Box) -> Array:
         places = np.argsort(self.axes)
-        return _read(array, tuple([box[place] for place in places])).transpose(self.axes)
+        return read_box(array, tuple([box[place] for place in places])).transpose(self.axes)
 
 
-class _Permutation(Step):
+class Permutation(Step):
     """Rows or columns in another order."""
 
     __slots__ = ()
@@ -106,17 +106,17 @@ class _Permutation(Step):
     def read(self, array: Any, box: Box) -> Array:
         rows = self.positions(array.shape[self.axis])[box[self.axis]]
         if not len(rows):
-            return _read(array, box)
+            return read_box(array, box)
         first, stop = int(rows.min()), int(rows.max()) + 1
         before, after = box[: self.axis], box[self.axis + 1 :]
         if stop - first > 2 * len(rows) and not isinstance(array, View):
             return _loaded(array[(*before, rows, *after)])
-        values = _read(array, (*before, slice(first, stop), *after))
+        values = read_box(array, (*before, slice(first, stop), *after))
         return np.take(values, rows - first, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
-class RopePermuted(_Permutation):
+class RopePermuted(Permutation):
     """Rows are permuted as for rotary embeddings: the halves of each head are interleaved."""
 
     axis: int
@@ -140,7 +140,7 @@ class RopePermuted(_Permutation):
 
 
 @dataclass(frozen=True, slots=True)
-class Permuted(_Permutation):
+class Permuted(Permutation):
     """Rows are in an arbitrary order, which describes a difference without explaining it."""
 
     axis: int
@@ -190,7 +190,7 @@ class Padded(Step):
         missing = [
             (b.stop - b.start) - (s.stop - s.start) for b, s in zip(box, inside, strict=True)
         ]
-        padded: Array = np.pad(_read(array, inside), [(0, n) for n in missing])
+        padded: Array = np.pad(read_box(array, inside), [(0, n) for n in missing])
         return padded
 
 
@@ -206,7 +206,7 @@ class Cropped(Step):
 
     def read(self, array: Any, box: Box) -> Array:
         moved = [slice(s.start + n, s.stop + n) for s, n in zip(box, self.start, strict=True)]
-        return _read(array, tuple(moved))
+        return read_box(array, tuple(moved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class Truncated(Step):
         return self.after
 
     def read(self, array: Any, box: Box) -> Array:
-        return _read(array, box)
+        return read_box(array, box)
 
 
 class Layer(Step):
@@ -240,7 +240,7 @@ class Layer(Step):
         return (1, *before)
 
     def read(self, array: Any, box: Box) -> Array:
-        return _read(array, box[1:])[None][box[0].start : box[0].stop]
+        return read_box(array, box[1:])[None][box[0].start : box[0].stop]
 
 
 class Unstacked(Step):
@@ -252,7 +252,7 @@ class Unstacked(Step):
         return before[1:]
 
     def read(self, array: Any, box: Box) -> Array:
-        values: Array = _read(array, (slice(0, 1), *box))[0]
+        values: Array = read_box(array, (slice(0, 1), *box))[0]
         return values
 
 
@@ -323,7 +323,7 @@ class View:
             yield from self.array.ranges(...)
 
 
-def _read(array: Any, box: Box) -> Array:
+def read_box(array: Any, box: Box) -> Array:
     """Read a box of an array; a dask array stays lazy."""
     return array.step.read(array.array, box) if isinstance(array, View) else _loaded(array[box])
 

@@ -336,6 +336,7 @@ def _add_explanations(
 ) -> dict[str, str]:
     """Add explanations to the attributes of variables; return the sentence about all of them."""
     from xckpt.comparison.explaining import Architecture, Case, explain, explained_attrs, sentence
+    from xckpt.comparison.layouts import Layouts
 
     cases = []
     for entry, matches, measured in zip(entries, rows, values, strict=True):
@@ -352,7 +353,8 @@ def _add_explanations(
 
     names = (name for case in cases for name in (case.match.name, case.other_name))
     architecture = Architecture([side.attrs for side in sides], names)
-    explanations = explain(cases, architecture, measure, progress, merges)
+    layouts = Layouts([side.structure for side in sides])
+    explanations = explain(cases, architecture, measure, progress, merges, layouts)
     remaining = iter(explanations)
     for entry, matches, attr in zip(entries, rows, attrs, strict=True):
         entry_explanations = _fill_places(entry, [next(remaining) for _ in matches])

@@ -44,6 +44,7 @@ Outcome = Literal["explained", "changed", "unmatched", "unreadable"]
 ADMITTED = frozenset(
     {
         *("equal", "renamed", "fused", "split", "transposed", "rope_permuted", "padded"),
+        *("reshaped", "regrouped"),
         *("merged", "quantised", "rounded"),
     }
 )
@@ -52,7 +53,8 @@ _ONE_SIDE = frozenset({"only_a", "only_b"})
 
 #: All causes; several are joined by "+", in this order.
 CAUSES = (
-    *("renamed", "misplaced", "fused", "split", "transposed", "rope_permuted", "rows_permuted"),
+    *("renamed", "misplaced", "fused", "split", "reshaped", "transposed"),
+    *("regrouped", "rope_permuted", "rows_permuted"),
     *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "merged", "quantised"),
     *("rounded", "equal", "changed", "only_a", "only_b", "unreadable"),
 )

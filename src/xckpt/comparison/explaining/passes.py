@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xckpt.comparison.explaining.conversions import converted, partly_converted
 from xckpt.comparison.explaining.describing import described, misplaced, tied
 from xckpt.comparison.explaining.joining import joined
 from xckpt.comparison.explaining.outcome import Explanation, related, unreadable
@@ -24,20 +25,22 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.architectures import Architecture
     from xckpt.comparison.explaining.outcome import Case
     from xckpt.comparison.explaining.work import Compare, Explanations
+    from xckpt.comparison.layouts import Layouts
     from xckpt.comparison.merges import Merges
     from xckpt.progress import ProgressOption
 
 
-def explain(
+def explain(  # noqa: PLR0917
     cases: Sequence[Case],
     architecture: Architecture,
     compare: Compare,
     progress: ProgressOption,
     merges: Merges | None = None,
+    layouts: Layouts | None = None,
 ) -> list[Explanation | None]:
     """Return an explanation for each case; None if it was not compared."""
     with Progress(progress, "explanation") as bar:
-        work = Work(cases, architecture, compare, bar)
+        work = Work(cases, architecture, compare, bar, layouts)
         if merges is not None:
             # Before all others: a tensor that is equal on both sides is not merged.
             work.explanations |= merges.explain(cases, bar)
@@ -111,9 +114,11 @@ PASSES: tuple[Callable[[Work], Explanations], ...] = (
     # tensors that have a partner by name
     equal,
     in_place,
+    converted,
     moved,
     # tensors that only one side has
     joined,
+    partly_converted,
     renamed,
     expected,
     # faults, and descriptions of unexplained tensors

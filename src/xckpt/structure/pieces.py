@@ -1,0 +1,60 @@
+"""Tensors that are pieces of others by their names: parts on ranks, and flat parameters."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+from xckpt.structure.numbering import split_leaf, split_name
+
+_RANK = re.compile(r"(?:tp|mp|rank|shard|part|mp_rank)[_-]?([0-9]{1,5})", re.IGNORECASE)
+_NUMBER = re.compile(r"[0-9]{1,5}")
+_FLAT = re.compile(r"_?flat_param(?:_[0-9]{1,5})?")
+# Wrappers of modules that only names of FSDP and `torch.compile` have.
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "module"})
+_MOST_WORDS = 64
+
+
+class PieceName(NamedTuple):
+    """The name of a tensor without a word for its rank, and the number of the rank."""
+
+    name: str
+    rank: int
+
+
+@lru_cache(maxsize=1 << 14)
+def on_ranks(name: str) -> tuple[PieceName, ...]:
+    """Return the ways to read a word of a name as the number of a rank, the likeliest first.
+
+    A number without a word is one of a rank only if nothing else has the remaining name.
+    """
+    words = split_name(name)
+    if len(words) > _MOST_WORDS:
+        return ()
+    separator = split_leaf(name)[1] or "."
+    by_word, by_number = [], []
+    for position, word in enumerate(words):
+        match = _RANK.fullmatch(word)
+        if match is not None or _NUMBER.fullmatch(word):
+            rest = separator.join([*words[:position], *words[position + 1 :]])
+            (by_number if match is None else by_word).append(
+                PieceName(rest, int(word if match is None else match[1]))
+            )
+    return (*by_word, *by_number[::-1])
+
+
+def module_of_flat(name: str) -> str | None:
+    """Return the path of the module whose parameters a tensor has one after the other.
+
+    None if the tensor is no flat parameter of FSDP.
+    """
+    *modules, last = split_name(name)
+    if _FLAT.fullmatch(last) is None:
+        return None
+    return without_wrappers(".".join(modules))
+
+
+def without_wrappers(name: str) -> str:
+    """Return a name with dots, and without the wrappers of FSDP."""
+    return ".".join([word for word in split_name(name) if word not in _WRAPPERS])
