@@ -7,7 +7,9 @@ requested elements, so that tensors of any size are compared piece by piece.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -226,6 +228,145 @@ class Truncated(Step):
 
     def read(self, array: Any, box: Box) -> Array:
         return read_box(array, box)
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped(Step):
+    """The same elements, in C order, with other axes."""
+
+    before: Shape
+    after: Shape
+    cause = "reshaped"
+
+    @property
+    def words(self) -> str:
+        return f"reshaping {self.before} to {self.after}"
+
+    def inverse(self) -> Reshaped:
+        return Reshaped(self.after, self.before)
+
+    def shape(self, before: Shape) -> Shape:
+        return self.after
+
+    def read(self, array: Any, box: Box) -> Array:
+        groups = list(_groups_of_axes(self.before, self.after))
+        runs = [_Run.of(self.before[a], self.after[b], box[b]) for a, b in groups]
+        key: list[Any] = [part for run in runs for part in run.box]
+        # If one axis becomes several, read only the selected positions of it.
+        is_split = not isinstance(array, View) and len(key) == len(runs)
+        for axis, run in enumerate(runs):
+            if is_split and run.positions is not None and run.size > 2 * len(run.positions):
+                key[axis] = run.positions
+                runs[axis] = replace(
+                    run, size=len(run.positions), inner=slice(None), positions=None
+                )
+                break
+        values = read_box(array, tuple(key)).reshape([run.size for run in runs])
+        for axis, run in enumerate(runs):
+            if run.positions is not None:
+                values = np.take(values, run.positions - run.start, axis)
+            else:
+                inner = (*[slice(None)] * axis, run.inner)
+                values = values[inner]
+        return values.reshape([s.stop - s.start for s in box])
+
+
+def _groups_of_axes(before: Shape, after: Shape) -> Iterator[tuple[slice, slice]]:
+    """Yield the smallest groups of neighbouring axes that have equally many elements."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first, second = i, j
+        n = m = 1
+        is_begun = False
+        while n != m or not is_begun:
+            is_begun = True
+            if (n <= m and i < len(before)) or j >= len(after):
+                n, i = n * before[i], i + 1
+            else:
+                m, j = m * after[j], j + 1
+        yield slice(first, i), slice(second, j)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run of elements of a group of axes that covers a box of the group after reshaping."""
+
+    box: Box
+    #: First element of the run and their number.
+    start: int
+    size: int
+    #: Part of the run, if the box is contiguous; else the positions of its elements.
+    inner: slice
+    positions: Array | None
+
+    @classmethod
+    def of(cls, before: Shape, after: Shape, box: Box) -> _Run:
+        """Return the shortest run of whole rows that covers a box."""
+        extents = [s.stop - s.start for s in box]
+        low = _ravel([s.start for s in box], after)
+        high = _ravel([s.stop - 1 for s in box], after) + 1
+        source: list[slice] = []
+        first, last, start, weight = low, high - 1, 0, prod(before)
+        for extent in before:
+            weight //= extent
+            i, j = first // weight, last // weight
+            source.append(slice(i, j + 1))
+            start += i * weight
+            if i != j:
+                source += [slice(0, n) for n in before[len(source) :]]
+                break
+            first, last = first - i * weight, last - j * weight
+        size = prod([s.stop - s.start for s in source])
+        positions = None
+        if prod(extents) != high - low:
+            grids = np.ix_(*[np.arange(s.start, s.stop) for s in box])
+            flat: Any = np.ravel_multi_index(grids, after)
+            positions = flat.reshape(-1)
+        return cls(tuple(source), start, size, slice(low - start, high - start), positions)
+
+
+def _ravel(index: Sequence[int], shape: Shape) -> int:
+    position = 0
+    for n, extent in zip(index, shape, strict=True):
+        position = position * extent + n
+    return position
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouped(Permutation):
+    """Queries, keys and values of groups of heads, one group after the other, are separated."""
+
+    axis: int
+    groups: int
+    #: Rows of the queries, keys and values of a group.
+    rows: tuple[int, ...]
+    is_undone: bool = False
+    cause = "regrouped"
+
+    @property
+    def words(self) -> str:
+        order = "into groups" if self.is_undone else "out of groups"
+        return f"ordering queries, keys and values {order} of heads ({self.groups} groups)"
+
+    @property
+    def is_across(self) -> bool:
+        return True
+
+    def positions(self, length: int) -> Array:
+        table = np.arange(length).reshape(self.groups, sum(self.rows))
+        bounds = np.cumsum((0, *self.rows)).tolist()
+        order = np.concatenate([table[:, a:b].reshape(-1) for a, b in pairwise(bounds)])
+        return np.argsort(order) if self.is_undone else order
+
+    def inverse(self) -> Regrouped:
+        return replace(self, is_undone=not self.is_undone)
+
+
+def cropped(shape: Shape, axis: int, start: int, stop: int) -> Cropped:
+    """Return the step to a range of an axis."""
+    at = [0] * len(shape)
+    at[axis] = start
+    return Cropped(tuple(at), (*shape[:axis], stop - start, *shape[axis + 1 :]))
 
 
 class Layer(Step):

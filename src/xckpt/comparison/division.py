@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.arrays.lazy import dense_values
-from xckpt.comparison.arrangements import View
-from xckpt.comparison.layouts import Conversion, Piece, Reshaped, cropped
+from xckpt.comparison.arrangements import Reshaped, View, cropped
+from xckpt.comparison.layouts import Conversion, Piece
 from xckpt.structure.numbering import parse_name
 from xckpt.structure.pieces import module_of_flat, on_ranks, without_wrappers
 

@@ -33,7 +33,8 @@ def on_ranks(name: str) -> tuple[PieceName, ...]:
     if len(words) > _MOST_WORDS:
         return ()
     separator = split_leaf(name)[1] or "."
-    by_word, by_number = [], []
+    by_word: list[PieceName] = []
+    by_number: list[PieceName] = []
     for position, word in enumerate(words):
         match = _RANK.fullmatch(word)
         if match is not None or _NUMBER.fullmatch(word):

@@ -11,12 +11,12 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.comparison.arrangements import Cropped, arranged, undone
+from xckpt.comparison.arrangements import Cropped, Reshaped, arranged, undone
 from xckpt.comparison.division import divisions
 from xckpt.comparison.explaining.outcome import Explanation, both, quoted, related, unlike
 from xckpt.comparison.explaining.verification import Link, Side, examine
 from xckpt.comparison.explaining.work import ALONE
-from xckpt.comparison.layouts import Conversion, Piece, Reshaped
+from xckpt.comparison.layouts import Conversion, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -133,7 +133,7 @@ def _pairs(work: Work, layouts: Layouts) -> Explanations:
         for a, b, chains in suggestions
     ]
     explanations: Explanations = {}
-    for conversion, [link] in _verified(work, conversions, *alone, 0):
+    for conversion, [link] in _verified(work, conversions, alone[0], alone[1], 0):
         if link.relation is not None:
             [piece] = conversion.pieces
             a, b = alone[0][piece.whole], alone[1][piece.part]
