@@ -13,7 +13,7 @@ As in `layouts`, a suggestion proves nothing.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,8 +23,7 @@ import numpy as np
 from xckpt.arrays.lazy import dense_values
 from xckpt.comparison.arrangements import Reshaped, View, cropped
 from xckpt.comparison.layouts import Conversion, Piece
-from xckpt.structure.numbering import parse_name
-from xckpt.structure.pieces import module_of_flat, on_ranks, without_wrappers
+from xckpt.structure.pieces import are_in_order, module_of_flat, on_ranks, without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -297,24 +296,6 @@ def _conversion(vector: _Vector, slots: Sequence[_Slot]) -> Conversion:
         "in one vector"
         if len(vector.names) == 1
         else f"in one vector over {len(vector.names)} ranks",
-        is_in_order=_is_regular([slot.parameter.name for slot in slots]),
+        is_in_order=are_in_order([slot.parameter.name for slot in slots]),
         key=("flat",),
     )
-
-
-def _is_regular(names: Sequence[str]) -> bool:
-    """Return whether layers follow one another, each with its parameters in the same order."""
-    layers: dict[tuple[str, ...], list[Any]] = defaultdict(list)
-    last: dict[Any, tuple[int, ...]] = {}
-    for name in names:
-        parsed = parse_name(name)
-        numbers = tuple(map(int, parsed.indices))
-        if numbers < last.get(parsed.template, ()):
-            return False
-        last[parsed.template] = numbers
-        layers[parsed.indices[:1]].append((parsed.template, parsed.indices[1:]))
-    layers.pop((), None)
-    orders_of: dict[frozenset[Any], Counter[Any]] = {}
-    for members in layers.values():
-        orders_of.setdefault(frozenset(members), Counter())[tuple(members)] += 1
-    return all(len(orders) == 1 for orders in orders_of.values())

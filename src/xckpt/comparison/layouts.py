@@ -291,7 +291,7 @@ class Layouts:
                 return None
             place = structure.place(name)
             param, ndim = structure.param(name), len(shape)
-            is_kernel = name.endswith("kernel")
+            is_kernel = structure.is_kernel(name)
             outputs = ndim - 1 if is_kernel and ndim else None
             self._located[side][name] = Located(
                 name,

@@ -347,7 +347,8 @@ _SLOTS = (
     ("key_b", _words(r"attn_k_b")),
     ("value_b", _words(r"attn_v_b")),
 )
-_SLOTS_OF_EXPERTS = (
+_FEED_FORWARD = _words(r"mlp | ffn | feed_?forward")
+_SLOTS_OF_FEED_FORWARD = (
     ("gate", _words(r"gate(_proj)? | w1 | wi_0 | ffn_gate(_exps)?")),
     ("up", _words(r"up(_proj)? | w3 | wi_1 | ffn_up(_exps)?")),
     ("down", _words(r"down(_proj)? | w2 | wo | ffn_down(_exps)?")),
@@ -363,8 +364,11 @@ def slot_by_name(name: str) -> str:
     path = [word for word in modules if not (word.isdigit() or word == "norms")]
     module = path[-1] if path else ""
     if any(map(names_experts, words[:-1])):
-        role = _role_of_module(module, _SLOTS_OF_EXPERTS)
+        role = _role_of_module(module, _SLOTS_OF_FEED_FORWARD)
         return f"expert.{role}" if role else ""
+    if any(map(_FEED_FORWARD.fullmatch, words[:-1])):
+        role = _role_of_module(module, _SLOTS_OF_FEED_FORWARD)
+        return f"ffn.{role}" if role else ""
     if not any(map(_ATTENTION.fullmatch, words[:-1])):
         return ""
     role = _role_of_module(module, _SLOTS)

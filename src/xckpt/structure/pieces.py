@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.structure.numbering import split_leaf, split_name
+from xckpt.structure.numbering import parse_name, split_leaf, split_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _RANK = re.compile(r"(?:tp|mp|rank|shard|part|mp_rank)[_-]?([0-9]{1,5})", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,5}")
@@ -59,3 +63,21 @@ def module_of_flat(name: str) -> str | None:
 def without_wrappers(name: str) -> str:
     """Return a name with dots, and without the wrappers of FSDP."""
     return ".".join([word for word in split_name(name) if word not in _WRAPPERS])
+
+
+def are_in_order(names: Iterable[str]) -> bool:
+    """Return whether layers follow one another, each with its tensors in the same order."""
+    layers: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+    last: dict[Any, tuple[int, ...]] = {}
+    for name in names:
+        parsed = parse_name(name)
+        numbers = tuple(map(int, parsed.indices))
+        if numbers < last.get(parsed.template, ()):
+            return False
+        last[parsed.template] = numbers
+        layers[parsed.indices[:1]].append((parsed.template, parsed.indices[1:]))
+    layers.pop((), None)
+    orders: dict[frozenset[Any], set[tuple[Any, ...]]] = defaultdict(set)
+    for members in layers.values():
+        orders[frozenset(members)].add(tuple(members))
+    return all(len(orders_of_kind) == 1 for orders_of_kind in orders.values())

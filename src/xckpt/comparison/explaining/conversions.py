@@ -81,12 +81,12 @@ def converted(work: Work) -> Explanations:
 
 
 def partly_converted(work: Work) -> Explanations:
-    """Describe known conversions of which some pieces differ, if no other search explains them."""
-    explanations: Explanations = {}
+    """Describe known conversions of which some pieces differ, unless a search explains them."""
     for held in work.partly_held:
-        if not held.keys() & (work.explanations.keys() | explanations.keys()):
-            explanations |= held
-    return explanations
+        earlier = [work.explanations[n] for n in held if n in work.explanations]
+        if not any(explanation.verified for explanation in earlier):
+            work.explanations |= held
+    return {}
 
 
 def _fused(layouts: Layouts, side: int, shapes: Mapping[str, Shape], name: str) -> list[int]:
