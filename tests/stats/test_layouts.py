@@ -410,3 +410,55 @@ def test_layouts_of_files_are_read_in_pieces(layout: str, tmp_path: Path) -> Non
     assert set(explained(*paths).outcome) == {"explained"}
     opened = [xckpt.open(path).chunk() for path in paths]
     assert set(explained(*opened).outcome) == {"explained"}
+
+
+# --- numbers on the grid of codes -----------------------------------------------------------------
+
+_F8 = ml_dtypes.float8_e4m3fn
+_NF4 = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    F32,
+)
+
+
+def in_float8(values: Array) -> Array:
+    """Quantise tiles of 128 x 128, as `weight` and `weight_scale_inv` of DeepSeek 3 hold them."""
+    decoded = np.empty_like(values)
+    for row in range(0, values.shape[0], 128):
+        for column in range(0, values.shape[1], 128):
+            tile = values[row : row + 128, column : column + 128]
+            scale = np.abs(tile).max() / F32(448)
+            codes = (tile / scale).astype(_F8)
+            decoded[row : row + 128, column : column + 128] = codes.astype(F32) * scale
+    return decoded
+
+
+def in_nf4(values: Array) -> Array:
+    blocks = values.reshape(-1, 64)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    codes = np.abs((blocks / largest)[..., None] - _NF4).argmin(axis=-1)
+    decoded: Array = (_NF4[codes] * largest).reshape(values.shape)
+    return decoded
+
+
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(256, 384), (320, 200), (128, 128)])
+@pytest.mark.parametrize("quantise", [in_float8, in_nf4])
+def test_decoded_numbers_are_quantised(
+    quantise: Callable[[Array], Array], shape: tuple[int, int], dtype: Any
+) -> None:
+    normal = random_of(6)
+    ours = {f"layers.{n}.mlp.up.weight": normal(*shape) for n in range(3)}
+    theirs = {name: quantise(values).astype(dtype) for name, values in ours.items()}
+    assert set(explained(ours, theirs).cause) == {"quantised"}
+    assert set(explained(theirs, ours).cause) == {"quantised"}
+    name = "layers.1.mlp.up.weight"
+    for damage in DAMAGES.values():
+        damaged = {**theirs, name: damage(theirs[name].astype(F32)).astype(dtype)}
+        table = explained(ours, damaged)
+        assert set(table.query("outcome != 'explained'").index) == {name}

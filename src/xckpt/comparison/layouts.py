@@ -21,7 +21,7 @@ from collections import defaultdict
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.comparison.arrangements import Cropped, Regrouped, Reshaped, Transposed, cropped
+from xckpt.comparison.arrangements import Cropped, Padded, Regrouped, Reshaped, Transposed, cropped
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +43,23 @@ _OF_HEADS = _PROJECTIONS | {"output"}
 # Widths of heads to try if nothing states them, the usual ones first.
 _WIDTHS = (128, 64, 256, 96, 80, 112, 32, 16, 8, 4)
 _MOST_PARTS = 1 << 14
+# Rows and columns of the blocks of float8 that have one scale.
+_TILE = 128
+
+
+def tiled(shape: Shape) -> Steps:
+    """Return the steps to tiles of 128 rows and columns, one after the other; none without any.
+
+    Incomplete tiles are filled with zeros.
+    """
+    if len(shape) != 2 or min(shape) < _TILE:
+        return ()
+    rows, columns = (-(-extent // _TILE) for extent in shape)
+    padded = (rows * _TILE, columns * _TILE)
+    split = (rows, _TILE, columns, _TILE)
+    tiles = (Reshaped(padded, split), Transposed((0, 2, 1, 3)))
+    flat = Reshaped((rows, columns, _TILE, _TILE), (rows * columns, _TILE**2))
+    return (*(() if padded == shape else (Padded(shape, padded),)), *tiles, flat)
 
 
 def _undo(steps: Steps) -> Steps:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xckpt.comparison.arrangements import arranged
 from xckpt.comparison.explaining.conversions import converted, partly_converted
 from xckpt.comparison.explaining.describing import described, misplaced, tied
 from xckpt.comparison.explaining.joining import joined
@@ -17,6 +18,7 @@ from xckpt.comparison.explaining.renaming import expected, renamed
 from xckpt.comparison.explaining.search import ALIKE, arrangements
 from xckpt.comparison.explaining.verification import Link, Side, examine
 from xckpt.comparison.explaining.work import Work
+from xckpt.comparison.layouts import tiled
 from xckpt.progress import Progress
 
 if TYPE_CHECKING:
@@ -80,8 +82,11 @@ def in_place(work: Work) -> Explanations:
         if case.match.both is not None and case.match.size:
             ours, theirs = case.match.both
             names = (case.match.name, case.other_name or case.match.name)
-            order = (Side.whole(ours), Side.whole(theirs))
-            work.in_place[n] = Link(names, [order], work.architecture.offset(names))
+            orders = [(Side.whole(ours), Side.whole(theirs))]
+            if steps := tiled(tuple(ours.array.shape)):
+                sides = [Side(arranged(side.array, steps), side) for side in (ours, theirs)]
+                orders.append((sides[0], sides[1]))
+            work.in_place[n] = Link(names, orders, work.architecture.offset(names))
     examine(list(work.in_place.values()), work.bar)
     return work.settled({
         n: related(work.architecture, link, link.relation)
