@@ -226,6 +226,7 @@ def _walk(vector: _Vector, parameters: Sequence[_Parameter]) -> list[_Slot]:
     other file.
     """
     visited = 0
+    beginnings = _Beginnings(parameters)
     order = {parameter.name: n for n, parameter in enumerate(parameters)}
     stack: list[tuple[int, tuple[_Slot, ...]]] = [(0, ())]
     while stack and visited < _MOST_VISITED:
@@ -241,8 +242,8 @@ def _walk(vector: _Vector, parameters: Sequence[_Parameter]) -> list[_Slot]:
                 break
             probe = vector.read(start, min(start + _PROBED, vector.size))
             fitting = [
-                p for p in parameters
-                if p.name not in used and start + p.size <= vector.size and _agree(p.first, probe)
+                p for p in beginnings.agreeing(probe)
+                if p.name not in used and start + p.size <= vector.size
             ]  # fmt: skip
             # The last one on the stack is tried first.
             fitting.sort(key=lambda p: (order[p.name] != following, order[p.name]), reverse=True)
@@ -252,14 +253,26 @@ def _walk(vector: _Vector, parameters: Sequence[_Parameter]) -> list[_Slot]:
     return []
 
 
-def _agree(first: Array, probe: Array) -> bool:
-    """Return whether elements are equal apart from rounding."""
-    if len(probe) < len(first):
-        return False
-    values = probe[: len(first)]
-    with np.errstate(invalid="ignore"):
-        near = np.abs(first - values) <= _NEAR * np.maximum(np.abs(first), np.abs(values))
-    return bool(np.all(near | (np.isnan(first) & np.isnan(values))))
+class _Beginnings:
+    """The first elements of many parameters, as rows of a table."""
+
+    def __init__(self, parameters: Sequence[_Parameter]) -> None:
+        self.parameters = parameters
+        self.table = np.zeros((len(parameters), _PROBED))
+        self.lengths = np.array([len(parameter.first) for parameter in parameters], np.int64)
+        for row, parameter in zip(self.table, parameters, strict=True):
+            row[: len(parameter.first)] = parameter.first
+
+    def agreeing(self, probe: Array) -> list[_Parameter]:
+        """Return the parameters that begin with some elements, apart from rounding."""
+        count = len(probe)
+        table = self.table[:, :count]
+        with np.errstate(invalid="ignore"):
+            is_near = np.abs(table - probe) <= _NEAR * np.maximum(np.abs(table), np.abs(probe))
+        is_near |= np.isnan(table) & np.isnan(probe)
+        is_near |= np.arange(count) >= self.lengths[:, None]
+        fits = is_near.all(axis=1) & (self.lengths <= count)
+        return [self.parameters[n] for n in np.flatnonzero(fits).tolist()]
 
 
 def _is_padding(vector: _Vector, start: int, stop: int, most: int) -> bool:

@@ -82,17 +82,27 @@ def in_place(work: Work) -> Explanations:
         if case.match.both is not None and case.match.size:
             ours, theirs = case.match.both
             names = (case.match.name, case.other_name or case.match.name)
-            orders = [(Side.whole(ours), Side.whole(theirs))]
-            if steps := tiled(tuple(ours.array.shape)):
-                sides = [Side(arranged(side.array, steps), side) for side in (ours, theirs)]
-                orders.append((sides[0], sides[1]))
-            work.in_place[n] = Link(names, orders, work.architecture.offset(names))
+            order = (Side.whole(ours), Side.whole(theirs))
+            work.in_place[n] = Link(names, [order], work.architecture.offset(names))
     examine(list(work.in_place.values()), work.bar)
+    by_tiles = {n: link for n in work.in_place if (link := _by_tiles(work, n)) is not None}
+    examine(list(by_tiles.values()), work.bar, certain=True)
+    work.in_place |= {n: link for n, link in by_tiles.items() if link.relation is not None}
     return work.settled({
         n: related(work.architecture, link, link.relation)
         for n, link in work.in_place.items()
         if link.relation is not None
     })  # fmt: skip
+
+
+def _by_tiles(work: Work, n: int) -> Link | None:
+    """Return a link between tiles with one scale each; None for explained or other tensors."""
+    link = work.in_place[n]
+    steps = tiled(tuple(link.orders[0][0].view.shape))
+    if link.relation is not None or not steps or not work.is_aligned(n):
+        return None
+    ours, theirs = (Side(arranged(side.view, steps), side.tensor) for side in link.orders[0])
+    return Link(link.names, [(ours, theirs)], link.offset)
 
 
 def moved(work: Work) -> Explanations:
