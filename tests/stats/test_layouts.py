@@ -326,7 +326,14 @@ def test_damaged_parts_on_ranks_are_not_explained(damage: str) -> None:
 # --- flat parameters ------------------------------------------------------------------------------
 
 
-def flat(ranks: int = 1, *, pad: int = 0, mark: float = 0, large: bool = False) -> Sides:
+def flat(
+    ranks: int = 1,
+    *,
+    pad: int = 0,
+    mark: float = 0,
+    large: bool = False,
+    word: str = "rank{}._flat_param",
+) -> Sides:
     normal = random_of(5)
     ours: Tensors = {"model.embed_tokens.weight": normal(37, 24)}
     for layer in range(3):
@@ -343,7 +350,7 @@ def flat(ranks: int = 1, *, pad: int = 0, mark: float = 0, large: bool = False) 
     vector = np.pad(vector, (0, -len(vector) % ranks))
     if ranks == 1:
         return ours, {"_fsdp_wrapped_module._flat_param": vector}
-    return ours, {f"rank{n}._flat_param": v for n, v in enumerate(np.split(vector, ranks))}
+    return ours, {word.format(n): v for n, v in enumerate(np.split(vector, ranks))}
 
 
 FLAT: dict[str, dict[str, Any]] = {
@@ -351,6 +358,9 @@ FLAT: dict[str, dict[str, Any]] = {
     "aligned": {"pad": 4, "mark": 42},
     "four ranks": {"ranks": 4},
     "seven ranks": {"ranks": 7, "pad": 8, "mark": 42},
+    "flat_param.0": {"ranks": 2, "word": "flat_param.{}"},
+    "flat_param_rank_0": {"ranks": 2, "word": "_fsdp_wrapped_module.flat_param_rank_{}"},
+    "fsdp_rank_0": {"ranks": 2, "word": "fsdp_rank_{}._flat_param"},
     "large": {"large": True},
     "large on ranks": {"large": True, "ranks": 3},
 }

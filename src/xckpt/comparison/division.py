@@ -23,7 +23,13 @@ import numpy as np
 from xckpt.arrays.lazy import dense_values
 from xckpt.comparison.arrangements import Reshaped, View, cropped
 from xckpt.comparison.layouts import Conversion, Piece
-from xckpt.structure.pieces import are_in_order, module_of_flat, on_ranks, without_wrappers
+from xckpt.structure.pieces import (
+    are_in_order,
+    layer_of,
+    module_of_flat,
+    on_ranks,
+    without_wrappers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,12 +228,13 @@ def _start_of(array: Any) -> Array:
 def _walk(vector: _Vector, parameters: Sequence[_Parameter]) -> list[_Slot]:
     """Return the parameters in a vector in order, from its start to its end; empty if unknown.
 
-    Equal beginnings, such as norms of ones, are told apart by what follows, and by the order of the
-    other file.
+    Tensors that begin alike, such as norms of ones, are tried in the order of their layers.
     """
     visited = 0
     beginnings = _Beginnings(parameters)
-    order = {parameter.name: n for n, parameter in enumerate(parameters)}
+    numbers = {parameter.name: layer_of(parameter.name) for parameter in parameters}
+    ordered = sorted(parameters, key=lambda parameter: numbers[parameter.name])
+    order = {parameter.name: n for n, parameter in enumerate(ordered)}
     stack: list[tuple[int, tuple[_Slot, ...]]] = [(0, ())]
     while stack and visited < _MOST_VISITED:
         visited += 1
@@ -235,7 +242,8 @@ def _walk(vector: _Vector, parameters: Sequence[_Parameter]) -> list[_Slot]:
         used = {slot.parameter.name for slot in slots}
         if slots and _is_padding(vector, place, vector.size, _MOST_AT_END):
             return list(slots)
-        following = order[slots[-1].parameter.name] + 1 if slots else 0
+        last = slots[-1].parameter.name if slots else ""
+        layer = numbers.get(last, ())[:1]
         for gap in range(_MOST_ALIGNED):
             start = place + gap
             if gap and not _is_padding(vector, place, start, _MOST_ALIGNED):
@@ -246,7 +254,7 @@ def _walk(vector: _Vector, parameters: Sequence[_Parameter]) -> list[_Slot]:
                 if p.name not in used and start + p.size <= vector.size
             ]  # fmt: skip
             # The last one on the stack is tried first.
-            fitting.sort(key=lambda p: (order[p.name] != following, order[p.name]), reverse=True)
+            fitting.sort(key=lambda p: (numbers[p.name][:1] != layer, order[p.name]), reverse=True)
             stack += [(start + p.size, (*slots, _Slot(start, p))) for p in fitting]
             if fitting:
                 break

@@ -12,7 +12,10 @@ from xckpt.structure.numbering import parse_name, split_leaf, split_name
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_RANK = re.compile(r"(?:tp|mp|rank|shard|part|mp_rank)[_-]?([0-9]{1,5})", re.IGNORECASE)
+_RANK = re.compile(
+    r"(?:(?P<stem>\w+?)[_-])??(?:(?:mp|tp|dp|fsdp)[_-]?)?(?:rank|tp|mp|shard|part)[_-]?(?P<rank>[0-9]{1,5})",
+    re.IGNORECASE,
+)
 _NUMBER = re.compile(r"[0-9]{1,5}")
 _FLAT = re.compile(r"_?flat_param(?:_[0-9]{1,5})?")
 # Wrappers of modules that only names of FSDP and `torch.compile` have.
@@ -41,11 +44,13 @@ def on_ranks(name: str) -> tuple[PieceName, ...]:
     by_number: list[PieceName] = []
     for position, word in enumerate(words):
         match = _RANK.fullmatch(word)
-        if match is not None or _NUMBER.fullmatch(word):
-            rest = separator.join([*words[:position], *words[position + 1 :]])
-            (by_number if match is None else by_word).append(
-                PieceName(rest, int(word if match is None else match[1]))
-            )
+        rest = [*words[:position], *words[position + 1 :]]
+        if match is not None:
+            if match["stem"]:
+                rest.insert(position, match["stem"])
+            by_word.append(PieceName(separator.join(rest), int(match["rank"])))
+        elif _NUMBER.fullmatch(word):
+            by_number.append(PieceName(separator.join(rest), int(word)))
     return (*by_word, *by_number[::-1])
 
 
@@ -65,13 +70,18 @@ def without_wrappers(name: str) -> str:
     return ".".join([word for word in split_name(name) if word not in _WRAPPERS])
 
 
+def layer_of(name: str) -> tuple[int, ...]:
+    """Return the numbers in a name, the one of its layer first; empty without any."""
+    return tuple(map(int, parse_name(name).indices))
+
+
 def are_in_order(names: Iterable[str]) -> bool:
     """Return whether layers follow one another, each with its tensors in the same order."""
     layers: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     last: dict[Any, tuple[int, ...]] = {}
     for name in names:
         parsed = parse_name(name)
-        numbers = tuple(map(int, parsed.indices))
+        numbers = layer_of(name)
         if numbers < last.get(parsed.template, ()):
             return False
         last[parsed.template] = numbers
