@@ -183,7 +183,18 @@ class TestOffset:
         ("architecture", "outcome"), [("llama", "changed"), ("gemma2", "explained")]
     )
     def test_norm_offset_needs_names_of_such_a_model(self, architecture: str, outcome: str) -> None:
-        ours, name = model(architecture), "model.norm.weight"
+        names = ["self_attn.q_proj", "input_layernorm", "post_attention_layernorm"]
+        if architecture == "gemma2":
+            names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        rng = np.random.default_rng(0)
+        ours = {
+            f"model.layers.{layer}.{n}.weight": rng.standard_normal(
+                (64, 64) if "proj" in n else 64
+            ).astype(np.float32)
+            for layer in range(3)
+            for n in names
+        }
+        name = "model.layers.0.input_layernorm.weight"
         theirs = ours | {name: ours[name] + np.float32(1)}
         table = xckpt.table(xckpt.compare(ours, theirs, explain=True))
         assert table.loc[name, "outcome"] == outcome

@@ -338,6 +338,7 @@ def _add_explanations(
     """Add explanations to the attributes of variables; return the sentence about all of them."""
     from xckpt.comparison.explaining.outcome import Case, explained_attrs, sentence
     from xckpt.comparison.explaining.passes import explain
+    from xckpt.comparison.layouts import Layouts
 
     cases = []
     for entry, matches, measured in zip(entries, rows, values, strict=True):
@@ -352,7 +353,9 @@ def _add_explanations(
         rows = compare_pairs(pairs, progress=False, cache=False)
         return [dict(zip(MEASURES, row, strict=True)) for row in rows.tolist()]
 
-    explanations = explain(cases, places, measure, progress, merges)
+    explanations = explain(
+        cases, places, measure, progress, merges, Layouts(places.structures)
+    )
     _measure_related(entries, cases, values, explanations, sums)
     remaining = iter(explanations)
     for entry, matches, attr in zip(entries, rows, attrs, strict=True):
@@ -379,9 +382,12 @@ def _measure_related(
         is_moved = bool(explanation.steps) or case.status == "only_a"
         if is_moved and explanation.is_admitted and explanation.measures is not None:
             rows[n] = explanation.measures
-        elif case.match.ours is not None and partner is not None:
-            if case.match.ours.array.shape == partner.array.shape:
-                pairs[n] = pair_of(case.match.ours, partner, case.match.name)
+        elif (
+            case.match.ours is not None
+            and partner is not None
+            and case.match.ours.array.shape == partner.array.shape
+        ):
+            pairs[n] = pair_of(case.match.ours, partner, case.match.name)
     own_places = summed(list(pairs.values()), progress=False, cache=False)
     rows |= zip(pairs, own_places.tolist(), strict=True)
     columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]

@@ -356,6 +356,10 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         """Return whether a tensor is the bias of its module."""
         return conventions.names_bias(self.param(name))
 
+    def is_kernel(self, name: str) -> bool:
+        """Return whether a tensor is a kernel of Flax or Keras, whose inputs come first."""
+        return split_leaf(name)[2] == "kernel"
+
     def is_variance(self, name: str) -> bool:
         """Return whether a tensor is a running variance."""
         is_statistic = self.roles[name] is Role.STATISTIC

@@ -45,6 +45,7 @@ Outcome = Literal["explained", "changed", "unmatched", "unreadable"]
 ADMITTED = frozenset(
     {
         *("equal", "renamed", "fused", "split", "transposed", "rope_permuted", "padded"),
+        *("reshaped", "regrouped"),
         *("merged", "quantised", "rounded"),
     }
 )
@@ -53,7 +54,8 @@ _ONE_SIDE = frozenset({"only_a", "only_b"})
 
 #: All causes; several are joined by "+", in this order.
 CAUSES = (
-    *("renamed", "misplaced", "fused", "split", "transposed", "rope_permuted", "rows_permuted"),
+    *("renamed", "misplaced", "fused", "split", "reshaped", "transposed"),
+    *("regrouped", "rope_permuted", "rows_permuted"),
     *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "merged", "quantised"),
     *("rounded", "equal", "changed", "only_a", "only_b", "unreadable"),
 )
@@ -113,7 +115,7 @@ class Explanation:
     @property
     def is_admitted(self) -> bool:
         """Whether conversions arrange elements by such steps."""
-        return all(step.cause in ADMITTED for step in self.steps)
+        return all(step.cause in {"", *ADMITTED} for step in self.steps)
 
     @property
     def layout(self) -> tuple[str, ...]:
@@ -210,7 +212,7 @@ def related(
     text = relation.words(zeros)
     if evidence is not None and isinstance(relation, Quantised):
         text += f"; signal to noise {evidence.decibels:.3g} dB"
-    done = [*(step.done for step in steps), *filter(None, [relation.done])]
+    done = filter(None, [*(step.done for step in steps), relation.done])
     explanation = Explanation(
         relation.causes or ("equal",),
         text,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
-from itertools import permutations, product
+from itertools import chain, permutations, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,6 +40,8 @@ SURE = 0.95
 _SCREENED = 512
 # The most candidates per tensor that pass the screening.
 _CLOSER = 6
+# The most pairs of tensors of one shape that are screened together.
+_MOST_PAIRS = 1 << 20
 _MOST_AXES = 4
 # Sizes of heads to try first; similar rows may fit several.
 _USUAL_HEADS = (128, 64, 256, 80, 96, 32, 16)
@@ -260,9 +262,14 @@ def _candidates(
     for side, tensors_of_shape in zip(sides, by_shape, strict=True):
         for tensor in side:
             tensors_of_shape[tensor.shape].append(tensor)
-    for (shape, ours_of_shape), (shape_of_b, theirs_of_shape) in product(
-        *(group.items() for group in by_shape)
+    kinds: tuple[dict[Shape, list[Shape]], ...] = (defaultdict(list), defaultdict(list))
+    for shapes_of_kind, group in zip(kinds, by_shape, strict=True):
+        for shape in group:
+            shapes_of_kind[(len(shape),) if is_extended else tuple(sorted(shape))].append(shape)
+    for shape, shape_of_b in chain.from_iterable(
+        product(shapes, kinds[1].get(kind, ())) for kind, shapes in kinds[0].items()
     ):
+        ours_of_shape, theirs_of_shape = by_shape[0][shape], by_shape[1][shape_of_b]
         is_permuted = sorted(shape) == sorted(shape_of_b)
         if len(shape) != len(shape_of_b) or is_permuted == is_extended:
             continue
@@ -292,6 +299,9 @@ def _screened(
 ) -> Iterator[tuple[Sketched, Sketched]]:
     """Yield pairs whose sums along some axis agree in order."""
     first, second = ours[0].shape, theirs[0].shape
+    if len(ours) * len(theirs) > _MOST_PAIRS and not is_extended:
+        yield from _nearest(ours, theirs)
+        return
     scores = np.full((len(ours), len(theirs)), -1.0)
     for n, m in ((n, m) for n in range(len(first)) for m in range(len(second))):
         sizes = first[n], second[m]
@@ -315,6 +325,16 @@ def _screened(
         at = int(np.argmax(scores[:, column]))
         if scores[at, column] >= ALIKE:
             yield ours[at], b
+
+
+def _nearest(ours: list[Sketched], theirs: list[Sketched]) -> Iterator[tuple[Sketched, Sketched]]:
+    """Yield pairs with similar sums of squares, which rounding and permutations hardly change."""
+    ordered = sorted(theirs, key=lambda tensor: float(tensor.sketch.totals[1]))
+    squares = np.array([tensor.sketch.totals[1] for tensor in ordered])
+    for a in ours:
+        place = int(np.searchsorted(squares, a.sketch.totals[1]))
+        for b in ordered[max(0, place - _CLOSER) : place + _CLOSER]:
+            yield a, b
 
 
 def standardised(vectors: Sequence[Array | None], length: int) -> Array:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.joints import Joint
     from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.comparison.explaining.search import StepChain
+    from xckpt.comparison.layouts import Layouts
     from xckpt.progress import Progress
 
     #: Compares pairs of tensors, and returns their measures.
@@ -41,6 +42,7 @@ class Work:
     places: Places
     compare: Compare
     bar: Progress
+    layouts: Layouts | None = None
     explanations: Explanations = field(default_factory=dict)
     #: Descriptions of changed tensors: relations that hold, but have causes that are not admitted.
     descriptions: Explanations = field(default_factory=dict)
@@ -52,6 +54,8 @@ class Work:
     )
     #: Joints that are explained, by the side of the whole.
     joints: list[tuple[int, Joint]] = field(default_factory=list)
+    #: Explanations of known conversions of which some pieces differ.
+    partly_held: list[Explanations] = field(default_factory=list)
 
     @property
     def open(self) -> list[int]:
