@@ -353,9 +353,7 @@ def _add_explanations(
         rows = compare_pairs(pairs, progress=False, cache=False)
         return [dict(zip(MEASURES, row, strict=True)) for row in rows.tolist()]
 
-    explanations = explain(
-        cases, places, measure, progress, merges, Layouts(places.structures)
-    )
+    explanations = explain(cases, places, measure, progress, merges, Layouts(places.structures))
     _measure_related(entries, cases, values, explanations, sums)
     remaining = iter(explanations)
     for entry, matches, attr in zip(entries, rows, attrs, strict=True):

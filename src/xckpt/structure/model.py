@@ -70,6 +70,9 @@ class Structure(Roles, Mapping[str, TensorInfo]):
     def __getitem__(self, name: str) -> TensorInfo:
         return self._info(self.described(name))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 

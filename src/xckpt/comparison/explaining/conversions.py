@@ -236,9 +236,7 @@ def _described(
     results: dict[str, list[tuple[Piece, Link, Explanation | None]]] = {}
     for piece, link in zip(conversion.pieces, tried.links, strict=True):
         steps = [step for step in piece.steps if step.cause == "transposed"]
-        explanation = (
-            related(work.places, link, link.relation, steps) if link.relation else None
-        )
+        explanation = related(work.places, link, link.relation, steps) if link.relation else None
         for name in (f"0{piece.whole}", f"1{piece.part}"):
             results.setdefault(name, []).append((piece, link, explanation))
     explanations: Explanations = {}

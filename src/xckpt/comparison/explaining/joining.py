@@ -60,9 +60,7 @@ def joined(work: Work) -> Explanations:
             [t for t in tensors.values() if not t.is_constant and t.number not in twins]
             for tensors in (ours, theirs)
         ]
-        likely = joints_between(
-            _representatives(*varied), varied[1], parts_are_padded=not side
-        )
+        likely = joints_between(_representatives(*varied), varied[1], parts_are_padded=not side)
         explanations |= _explained(work, likely, side)
         explanations |= _explained(
             work,
