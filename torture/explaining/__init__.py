@@ -80,7 +80,8 @@ def run(trial: Trial) -> Iterator[Tally]:
         number += 1
     seconds = time.monotonic() - start
     for row, count in counts.sorted():
-        summary = f"{100 * counts.share(row):.2f} % of {count['searched']:,} undamaged tensors explained"  # fmt: skip
+        share = f"{100 * counts.share(row):.2f} %"
+        summary = f"{share} of {count['searched']:,} undamaged tensors explained"
         if count["apart"]:
             explained = count["apart"] - count["open_apart"]
             summary += f"; of other layouts {explained:,} of {count['apart']:,}"

@@ -44,8 +44,11 @@ def main(seed: int, first: int, count: int, seconds: float = 1e9) -> int:
             missing = len(verdict.open), len(verdict.open_apart)
             if any(missing):
                 examples = ", ".join([*verdict.open, *verdict.open_apart][:2])
-                print(f"OPEN {label} | {missing[0]} of {len(pair.searched)} searched, "
-                      f"{missing[1]} of {len(pair.apart)} others: {examples}", flush=True)  # fmt: skip
+                print(
+                    f"OPEN {label} | {missing[0]} of {len(pair.searched)} searched, "
+                    f"{missing[1]} of {len(pair.apart)} others: {examples}",
+                    flush=True,
+                )
     _print_tables(counts)
     if ratios:
         print(f"\ntime of explain beside compare: median {median(ratios):.1f}, "

@@ -112,8 +112,12 @@ class Conversion:
         """Return rows with the halves of each head interleaved."""
         values = self[name]
         others = {"wrong number of heads": lambda: interleaved(values, heads // 2)}
-        return self.step("rope", name, lambda: interleaved(values, heads),
-                         **{"not permuted": lambda: values} | (others if heads > 1 else {}))  # fmt: skip
+        return self.step(
+            "rope",
+            name,
+            lambda: interleaved(values, heads),
+            **{"not permuted": lambda: values} | (others if heads > 1 else {}),
+        )
 
     def raised(self, name: str) -> Array:
         """Return a norm with 1 added."""
@@ -123,8 +127,12 @@ class Conversion:
     def joined(self, names: Sequence[str], axis: int = 0) -> Array:
         """Return several tensors joined in order."""
         parts = [self[name] for name in names]
-        return self.step("joined", names[0], lambda: np.concatenate(parts, axis),
-                         **{"parts exchanged": lambda: np.concatenate(parts[::-1], axis)})  # fmt: skip
+        return self.step(
+            "joined",
+            names[0],
+            lambda: np.concatenate(parts, axis),
+            **{"parts exchanged": lambda: np.concatenate(parts[::-1], axis)},
+        )
 
     def stacked(
         self, names: Sequence[str], change: Callable[[Array], Array] | None = None

@@ -52,7 +52,9 @@ def _gguf(c: Conversion) -> None:
     mapped = get_tensor_name_map(arch, sizes.layers)
 
     def rename(name: str) -> str:
-        return mapped.get_name(name, try_suffixes=(".weight", ".bias")) or ""
+        names = [name, f"vision_tower.{name}"]
+        first, second = (mapped.get_name(n, try_suffixes=(".weight", ".bias")) for n in names)
+        return first or second or ""
 
     _gguf_groups(c, rename)
     for name in c.names:
@@ -86,7 +88,7 @@ def _gguf_groups(c: Conversion, rename: Any) -> None:
         parts = c[match[0]].reshape(heads, 2 * head, -1)
         keys, values = parts[:, :head], parts[:, head:]
         turned = c.step("transposed", match[0], lambda k=keys: k.swapaxes(1, 2),  # type: ignore[misc]
-                        **{"not transposed": lambda k=keys: k})  # type: ignore[misc]  # fmt: skip
+                        **{"not transposed": lambda k=keys: k})  # fmt: skip
         c.put(rename(f"{match[1]}.k_b_proj.weight"), turned, match[0], is_apart=True)
         c.put(rename(f"{match[1]}.v_b_proj.weight"), values, match[0], is_apart=True)
 
@@ -287,7 +289,7 @@ def _tensor_parallel(c: Conversion) -> None:
         parts = np.split(c[match[0]], ranks, axis)
         order = list(range(ranks))
         values = c.step("ranks", match[0], lambda o=order: np.array(o),  # type: ignore[misc]
-                        **{"ranks exchanged": lambda o=order: np.array(o[::-1])})  # type: ignore[misc]  # fmt: skip
+                        **{"ranks exchanged": lambda o=order: np.array(o[::-1])})  # fmt: skip
         for rank, source in enumerate(values):
             c.put(f"{match[1]}.{label.format(rank)}.{match[2]}", parts[source], match[0])
     c.rest(str)
@@ -333,7 +335,7 @@ def _flatten(c: Conversion, ranks: int) -> None:
 
 @converter("gemma einsum", "gemma2", is_apart=True)
 def _einsum(c: Conversion) -> None:
-    """Queries have axes of heads, and keys and values are one tensor; norms stay as they are."""
+    """Give queries an axis of heads, and join keys and values; norms stay as they are."""
     heads, head, width = c.model.sizes.heads, c.model.sizes.head, c.model.sizes.width
     rename = renaming((r"^model\.layers\.", "transformer/layer_"), (r"^model\.", "transformer/"),
                       (r"embed_tokens\.weight", "embedder/input_embedding"),
@@ -369,7 +371,8 @@ def _experts(c: Conversion, base: str, leaf: str) -> list[str]:
 
 
 def _joined_experts(c: Conversion, mode: str) -> None:
-    gates = {"mixtral": ("w1", "w3", "w2")}.get(c.model.family, ("gate_proj", "up_proj", "down_proj"))  # fmt: skip
+    is_mixtral = c.model.family == "mixtral"
+    gates = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     for match in c.matching(r"(.*)\.experts\.0\." + gates[0] + r"\.weight"):
         gate, up, down = (_experts(c, match[1], leaf) for leaf in gates)
         both = [[c[g], c[u]] for g, u in zip(gate, up, strict=True)]
@@ -382,7 +385,7 @@ def _joined_experts(c: Conversion, mode: str) -> None:
         exchanged = [np.concatenate(pair[::-1]) for pair in both]
         exchanged = exchanged if mode == "plain" else [pair.T for pair in exchanged]
         values = c.step("experts", match[0], lambda p=pairs: np.stack(p),  # type: ignore[misc]
-                        **{"gate and up exchanged": lambda p=exchanged: np.stack(p)})  # type: ignore[misc]  # fmt: skip
+                        **{"gate and up exchanged": lambda p=exchanged: np.stack(p)})  # fmt: skip
         c.put(f"{match[1].replace('block_sparse_moe', 'mlp')}.experts.gate_up_proj", values,
               *gate, *up)  # fmt: skip
         c.put(f"{match[1].replace('block_sparse_moe', 'mlp')}.experts.down_proj",
@@ -432,7 +435,7 @@ def scaled_float8(values: Array) -> tuple[Array, Array]:
     scale = np.maximum(np.abs(blocks).max(axis=(1, 3), keepdims=True), F32(1e-12)) / F32(448)
     rounded = (blocks / scale).astype(ml_dtypes.float8_e4m3fn).astype(F32) * scale
     bound = np.abs(blocks) / 8 + scale * F32(0.002)
-    return tuple(x.reshape(padded.shape)[:rows, :columns].astype(F32) for x in (rounded, bound))  # type: ignore[return-value]
+    return tuple(x.reshape(padded.shape)[:rows, :columns].astype(F32) for x in (rounded, bound))
 
 
 def nf4(values: Array) -> tuple[Array, Array]:

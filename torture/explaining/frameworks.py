@@ -1,4 +1,4 @@
-"""Converters between frameworks: Flax, Keras, TensorFlow, MLX, ONNX, Burn, timm, LDM and prefixes."""
+"""Converters between frameworks: Flax, Keras, TensorFlow, MLX, ONNX, Burn, timm and others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _flax(c: Conversion) -> None:
 
 @converter("flax numbered", "bert", "vit", "siglip", "llama", "qwen2")
 def _flax_numbered(c: Conversion) -> None:
-    """The numbers of layers are behind underscores."""
+    """Put the numbers of layers behind underscores."""
     rename = renaming((r"\.?\blayers?\.(\d+)", r".layers_\1"), (_NORM, r"\1.scale"),
                       (r"(embed\w*)\.weight$", r"\1.embedding"), (r"weight$", "kernel"),
                       (r"\.", "/"))  # fmt: skip
@@ -41,15 +41,18 @@ def _flax_numbered(c: Conversion) -> None:
 
 @converter("flax gpt2", "gpt2")
 def _flax_gpt2(c: Conversion) -> None:
-    rename = renaming(("^", "transformer."), (_NORM, r"\1.scale"), (r"(w.e)\.weight", r"\1.embedding"),
+    rename = renaming(("^", "transformer."), (_NORM, r"\1.scale"),
+                      (r"(w.e)\.weight", r"\1.embedding"),
                       (r"weight$", "kernel"), (r"\.", "/"))  # fmt: skip
     c.linear(rename, r"h\..*\.weight")
     c.rest(rename)
 
 
 _ATTENTION = {
-    "bert": (r"(.*attention\.self\.)(query|key|value)\.(weight|bias)", r"(.*attention\.output\.dense)\.weight"),
-    "vit": (r"(.*attention\.attention\.)(query|key|value)\.(weight|bias)", r"(.*attention\.output\.dense)\.weight"),
+    "bert": (r"(.*attention\.self\.)(query|key|value)\.(weight|bias)",
+             r"(.*attention\.output\.dense)\.weight"),
+    "vit": (r"(.*attention\.attention\.)(query|key|value)\.(weight|bias)",
+            r"(.*attention\.output\.dense)\.weight"),
     "siglip": (r"(.*self_attn\.)([qkv]_proj)\.(weight|bias)", r"(.*self_attn\.out_proj)\.weight"),
     "clip": (r"(.*self_attn\.)([qkv]_proj)\.(weight|bias)", r"(.*self_attn\.out_proj)\.weight"),
     "whisper": (r"(.*attn\.)([qkv]_proj)\.(weight|bias)", r"(.*attn\.out_proj)\.weight"),
@@ -82,7 +85,7 @@ def _flax_heads(c: Conversion) -> None:
 
 @converter("flax scanned", "bert", "vit", "siglip", is_apart=True)
 def _flax_scanned(c: Conversion) -> None:
-    """The kernels of all layers are one tensor."""
+    """Stack the kernels of all layers."""
     groups: dict[str, list[str]] = {}
     for match in c.matching(r"(.*?)\.\d+\.(.*)"):
         groups.setdefault(f"{match[1]}.{match[2]}", []).append(match[0])
@@ -97,11 +100,13 @@ def _flax_scanned(c: Conversion) -> None:
 
 @converter("t5x", "t5")
 def _t5x(c: Conversion) -> None:
-    rename = renaming((r"block\.(\d+)\.layer\.\d+", r"layers_\1"), ("SelfAttention", "self_attention"),
+    rename = renaming((r"block\.(\d+)\.layer\.\d+", r"layers_\1"),
+                      ("SelfAttention", "self_attention"),
                       ("EncDecAttention", "cross_attention"), ("DenseReluDense", "mlp"),
                       (r"attention\.q", "attention.query"), (r"attention\.k", "attention.key"),
                       (r"attention\.v", "attention.value"), (r"attention\.o", "attention.out"),
-                      (r"layer_norm\.weight", "layer_norm.scale"), ("shared.weight", "token_embedder.embedding"),
+                      (r"layer_norm\.weight", "layer_norm.scale"),
+                      ("shared.weight", "token_embedder.embedding"),
                       (r"relative_attention_bias\.weight", "relpos_bias.rel_embedding"),
                       (r"weight$", "kernel"), (r"\.", "/"))  # fmt: skip
     names = {}
@@ -135,9 +140,10 @@ def _keras(c: Conversion) -> None:
 
 @converter("keras variables", "resnet", "vit", "bert")
 def _keras_variables(c: Conversion) -> None:
-    """The variables of a layer are numbered, and blocks have numbers behind underscores."""
+    """Name variables by their numbers, and put the numbers of blocks behind underscores."""
     rename = renaming((r"\.(\d+)\.", r"_\1."), (r"\.(weight|running_mean)$", ".vars.0"),
-                      (r"\.(bias|running_var)$", ".vars.1"), (r"\.", "/"), ("^", "layers/"))  # fmt: skip
+                      (r"\.(bias|running_var)$", ".vars.1"), (r"\.", "/"),
+                      ("^", "layers/"))  # fmt: skip
     c.linear(rename)
     for name in c.names:
         is_statistics = "running_" in name
@@ -189,7 +195,8 @@ def _keras_numbered(c: Conversion) -> None:
 def _tensorflow_bert(c: Conversion) -> None:
     rename = renaming((r"embeddings\.(word|position|token_type)_embeddings\.weight",
                        r"embeddings.\1_embeddings"), (r"layer\.(\d+)", r"layer_\1"),
-                      (r"LayerNorm\.weight", "LayerNorm.gamma"), (r"LayerNorm\.bias", "LayerNorm.beta"),
+                      (r"LayerNorm\.weight", "LayerNorm.gamma"),
+                      (r"LayerNorm\.bias", "LayerNorm.beta"),
                       (r"weight$", "kernel"), (r"\.", "/"), ("^", "bert/"))  # fmt: skip
     c.linear(rename)
     c.rest(rename)
@@ -199,7 +206,8 @@ def _tensorflow_bert(c: Conversion) -> None:
 def _keras_lstm(c: Conversion) -> None:
     rename = renaming((r"lstm\.weight_ih_l(\d)", r"lstm_\1/lstm_cell/kernel"),
                       (r"lstm\.weight_hh_l(\d)", r"lstm_\1/lstm_cell/recurrent_kernel"),
-                      (r"embedding\.weight", "embedding/embeddings"), (r"fc\.weight", "dense/kernel"),
+                      (r"embedding\.weight", "embedding/embeddings"),
+                      (r"fc\.weight", "dense/kernel"),
                       (r"fc\.bias", "dense/bias"))  # fmt: skip
     c.linear(rename, r"(lstm\.weight|fc\.weight).*")
     c.rest(rename)
@@ -212,7 +220,8 @@ def _keras_lstm_paths(c: Conversion) -> None:
                       (r"lstm\.weight_ih_l(\d)", r"layers/lstm_\1/cell/vars/0"),
                       (r"lstm\.weight_hh_l(\d)", r"layers/lstm_\1/cell/vars/1"),
                       (r"embedding\.weight", "layers/embedding/vars/0"),
-                      (r"fc\.weight", "layers/dense/vars/0"), (r"fc\.bias", "layers/dense/vars/1"))  # fmt: skip
+                      (r"fc\.weight", "layers/dense/vars/0"),
+                      (r"fc\.bias", "layers/dense/vars/1"))  # fmt: skip
     c.linear(rename, r"(lstm\.weight|fc\.weight).*")
     c.rest(rename)
 
@@ -231,15 +240,25 @@ def _fuse(
 
 @converter("timm vit", "vit")
 def _timm_vit(c: Conversion) -> None:
-    rename = renaming((r"^vit\.encoder\.layer", "blocks"), (r"attention\.output\.dense", "attn.proj"),
-                      (r"intermediate\.dense", "mlp.fc1"), (r"output\.dense", "mlp.fc2"),
-                      (r"layernorm_before", "norm1"), ("layernorm_after", "norm2"),
-                      (r"^vit\.layernorm", "norm"), ("classifier", "head"),
-                      (r"vit\.embeddings\.cls_token", "cls_token"),
-                      (r"vit\.embeddings\.position_embeddings", "pos_embed"),
-                      (r"vit\.embeddings\.patch_embeddings\.projection", "patch_embed.proj"))  # fmt: skip
-    _fuse(c, r"(.*attention\.attention\.)query\.(weight|bias)", ("query", "key", "value"),
-          lambda base, leaf: rename(base).replace("attention.attention.", f"attn.qkv.{leaf}"))  # fmt: skip
+    rename = renaming(
+        (r"^vit\.encoder\.layer", "blocks"),
+        (r"attention\.output\.dense", "attn.proj"),
+        (r"intermediate\.dense", "mlp.fc1"),
+        (r"output\.dense", "mlp.fc2"),
+        (r"layernorm_before", "norm1"),
+        ("layernorm_after", "norm2"),
+        (r"^vit\.layernorm", "norm"),
+        ("classifier", "head"),
+        (r"vit\.embeddings\.cls_token", "cls_token"),
+        (r"vit\.embeddings\.position_embeddings", "pos_embed"),
+        (r"vit\.embeddings\.patch_embeddings\.projection", "patch_embed.proj"),
+    )
+    _fuse(
+        c,
+        r"(.*attention\.attention\.)query\.(weight|bias)",
+        ("query", "key", "value"),
+        lambda base, leaf: rename(base).replace("attention.attention.", f"attn.qkv.{leaf}"),
+    )
     c.rest(rename)
 
 
@@ -253,42 +272,63 @@ def _torchvision_vit(c: Conversion) -> None:
                       (r"vit\.embeddings\.cls_token", "class_token"),
                       (r"vit\.embeddings\.position_embeddings", "encoder.pos_embedding"),
                       (r"vit\.embeddings\.patch_embeddings\.projection", "conv_proj"))  # fmt: skip
-    _fuse(c, r"(.*attention\.attention\.)query\.(weight|bias)", ("query", "key", "value"),
-          lambda base, leaf: rename(base).replace("attention.attention.", f"self_attention.in_proj_{leaf}"))  # fmt: skip
+    _fuse(
+        c,
+        r"(.*attention\.attention\.)query\.(weight|bias)",
+        ("query", "key", "value"),
+        lambda base, leaf: rename(base).replace(
+            "attention.attention.", f"self_attention.in_proj_{leaf}"
+        ),
+    )
     c.rest(rename)
 
 
 @converter("openclip", "clip")
 def _openclip(c: Conversion) -> None:
-    rename = renaming((r"^text_model\.encoder\.layers", "transformer.resblocks"),
-                      (r"^vision_model\.encoder\.layers", "visual.transformer.resblocks"),
-                      (r"self_attn\.out_proj", "attn.out_proj"), ("layer_norm", "ln_"),
-                      (r"mlp\.fc1", "mlp.c_fc"), (r"mlp\.fc2", "mlp.c_proj"),
-                      (r"^text_model\.embeddings\.token", "token"),
-                      (r"^text_model\.embeddings\.position_embedding\.weight", "positional_embedding"),
-                      (r"^text_model\.final_ln_", "ln_final"),
-                      (r"^vision_model\.embeddings\.class_embedding", "visual.class_embedding"),
-                      (r"^vision_model\.embeddings\.patch_embedding", "visual.conv1"),
-                      (r"^vision_model\.embeddings\.position_embedding\.weight", "visual.positional_embedding"),
-                      (r"^vision_model\.pre_layrnorm", "visual.ln_pre"),
-                      (r"^vision_model\.post_layernorm", "visual.ln_post"),
-                      (r"visual_projection\.weight", "visual.proj"),
-                      (r"text_projection\.weight", "text_projection"))  # fmt: skip
-    _fuse(c, r"(.*self_attn\.)q_proj\.(weight|bias)", ("q_proj", "k_proj", "v_proj"),
-          lambda base, leaf: rename(base).replace("self_attn.", f"attn.in_proj_{leaf}"))  # fmt: skip
+    rename = renaming(
+        (r"^text_model\.encoder\.layers", "transformer.resblocks"),
+        (r"^vision_model\.encoder\.layers", "visual.transformer.resblocks"),
+        (r"self_attn\.out_proj", "attn.out_proj"),
+        ("layer_norm", "ln_"),
+        (r"mlp\.fc1", "mlp.c_fc"),
+        (r"mlp\.fc2", "mlp.c_proj"),
+        (r"^text_model\.embeddings\.token", "token"),
+        (r"^text_model\.embeddings\.position_embedding\.weight", "positional_embedding"),
+        (r"^text_model\.final_ln_", "ln_final"),
+        (r"^vision_model\.embeddings\.class_embedding", "visual.class_embedding"),
+        (r"^vision_model\.embeddings\.patch_embedding", "visual.conv1"),
+        (r"^vision_model\.embeddings\.position_embedding\.weight", "visual.positional_embedding"),
+        (r"^vision_model\.pre_layrnorm", "visual.ln_pre"),
+        (r"^vision_model\.post_layernorm", "visual.ln_post"),
+        (r"visual_projection\.weight", "visual.proj"),
+        (r"text_projection\.weight", "text_projection"),
+    )
+    _fuse(
+        c,
+        r"(.*self_attn\.)q_proj\.(weight|bias)",
+        ("q_proj", "k_proj", "v_proj"),
+        lambda base, leaf: rename(base).replace("self_attn.", f"attn.in_proj_{leaf}"),
+    )
     c.linear(rename, r"(visual|text)_projection\.weight")
     c.rest(rename)
 
 
 @converter("timm siglip", "siglip")
 def _timm_siglip(c: Conversion) -> None:
-    rename = renaming((r"^vision_model\.encoder\.layers", "visual.trunk.blocks"),
-                      (r"self_attn\.out_proj", "attn.proj"), ("layer_norm", "norm"),
-                      (r"^vision_model\.embeddings\.patch_embedding", "visual.trunk.patch_embed.proj"),
-                      (r"^vision_model\.embeddings\.position_embedding\.weight", "visual.trunk.pos_embed"),
-                      (r"^vision_model\.post_layernorm", "visual.trunk.norm"))  # fmt: skip
-    _fuse(c, r"(.*self_attn\.)q_proj\.(weight|bias)", ("q_proj", "k_proj", "v_proj"),
-          lambda base, leaf: rename(base).replace("self_attn.", f"attn.qkv.{leaf}"))  # fmt: skip
+    rename = renaming(
+        (r"^vision_model\.encoder\.layers", "visual.trunk.blocks"),
+        (r"self_attn\.out_proj", "attn.proj"),
+        ("layer_norm", "norm"),
+        (r"^vision_model\.embeddings\.patch_embedding", "visual.trunk.patch_embed.proj"),
+        (r"^vision_model\.embeddings\.position_embedding\.weight", "visual.trunk.pos_embed"),
+        (r"^vision_model\.post_layernorm", "visual.trunk.norm"),
+    )
+    _fuse(
+        c,
+        r"(.*self_attn\.)q_proj\.(weight|bias)",
+        ("q_proj", "k_proj", "v_proj"),
+        lambda base, leaf: rename(base).replace("self_attn.", f"attn.qkv.{leaf}"),
+    )
     for match in c.matching(r".*position_embedding\.weight"):
         c.put(rename(match[0]), c[match[0]][None], match[0], is_apart=True)
     c.rest(rename)
@@ -302,15 +342,19 @@ def _hf_resnet(c: Conversion) -> None:
                     (r"conv1", "layer.0.convolution"), (r"bn1", "layer.0.normalization"),
                     (r"conv2", "layer.1.convolution"), (r"bn2", "layer.1.normalization"),
                     (r"downsample\.0", "shortcut.convolution"),
-                    (r"downsample\.1", "shortcut.normalization"), (r"^fc", "classifier.1")))  # fmt: skip
+                    (r"downsample\.1", "shortcut.normalization"),
+                    (r"^fc", "classifier.1")))  # fmt: skip
 
 
-_WHISPER = renaming((r"^model\.", ""), (r"\.layers\.", ".blocks."), (r"encoder_attn_layer_norm", "cross_attn_ln"),
+_WHISPER = renaming((r"^model\.", ""), (r"\.layers\.", ".blocks."),
+                    (r"encoder_attn_layer_norm", "cross_attn_ln"),
                     ("self_attn_layer_norm", "attn_ln"), ("final_layer_norm", "mlp_ln"),
                     ("encoder_attn", "cross_attn"), ("self_attn", "attn"), ("q_proj", "query"),
                     ("k_proj", "key"), ("v_proj", "value"), ("out_proj", "out"),
-                    (r"embed_tokens", "token_embedding"), (r"embed_positions\.weight", "positional_embedding"),
-                    (r"encoder\.layer_norm", "encoder.ln_post"), (r"decoder\.layer_norm", "decoder.ln"))  # fmt: skip
+                    (r"embed_tokens", "token_embedding"),
+                    (r"embed_positions\.weight", "positional_embedding"),
+                    (r"encoder\.layer_norm", "encoder.ln_post"),
+                    (r"decoder\.layer_norm", "decoder.ln"))  # fmt: skip
 
 
 @converter("openai whisper", "whisper")
@@ -421,9 +465,17 @@ _HEADS = (("lm_head.weight", "model.embed_tokens.weight"),
           ("embed_out.weight", "gpt_neox.embed_in.weight"))  # fmt: skip
 
 
-@converter("tied head dropped", "llama", "mistral", "qwen2", "qwen3", "gptneox",
-           prepare=lambda m: m.tensors.update((head, m.tensors[embedding].copy())
-                                              for head, embedding in _HEADS if head in m.tensors))  # fmt: skip
+@converter(
+    "tied head dropped",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gptneox",
+    prepare=lambda m: m.tensors.update(
+        (head, m.tensors[embedding].copy()) for head, embedding in _HEADS if head in m.tensors
+    ),
+)
 def _tied(c: Conversion) -> None:
     for head, _ in _HEADS:
         if head in c.model.tensors:

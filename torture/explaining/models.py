@@ -142,6 +142,31 @@ def _gated(m: Model, base: str, names: tuple[str, str, str], inner: int = 0) -> 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
+def _query_norms(m: Model, base: str, kind: str, centre: float) -> None:
+    s = m.sizes
+    for role, rows in (("q", s.queries), ("k", s.keys)):
+        if kind == "head":
+            m.norm(f"{base}.{role}_norm", s.head, centre=centre)
+        elif kind == "row":
+            m.norm(f"{base}.{role}_norm", rows)
+        elif kind == "stablelm":
+            for head in range(rows // s.head):
+                m.norm(f"{base}.{role}_layernorm.norms.{head}", s.head)
+
+
+def _feed_forward(m: Model, base: str, experts: str) -> None:
+    s = m.sizes
+    if not experts:
+        _gated(m, f"{base}.mlp", _PROJECTIONS)
+        return
+    is_mixtral = experts == "mixtral"
+    block = "block_sparse_moe" if is_mixtral else "mlp"
+    m.linear(f"{base}.{block}.gate", s.experts, s.width, bias=False)
+    for expert in range(s.experts):
+        gates = ("w1", "w3", "w2") if is_mixtral else _PROJECTIONS
+        _gated(m, f"{base}.{block}.experts.{expert}", gates, s.inner // 2)
+
+
 def _llama(
     m: Model, *, bias: bool = False, norms: tuple[str, ...] = ("input_layernorm",
     "post_attention_layernorm"), centre: float = 1.0, qk: str = "", experts: str = "",
@@ -152,27 +177,8 @@ def _llama(
     for layer in range(s.layers):
         base = f"model.layers.{layer}"
         _attention(m, f"{base}.self_attn", bias=bias)
-        if qk == "head":
-            m.norm(f"{base}.self_attn.q_norm", s.head, centre=centre)
-            m.norm(f"{base}.self_attn.k_norm", s.head, centre=centre)
-        elif qk == "row":
-            m.norm(f"{base}.self_attn.q_norm", s.queries)
-            m.norm(f"{base}.self_attn.k_norm", s.keys)
-        elif qk == "stablelm":
-            for role, count in (("q", s.heads), ("k", s.key_heads)):
-                for head in range(count):
-                    m.norm(f"{base}.self_attn.{role}_layernorm.norms.{head}", s.head)
-        if experts == "mixtral":
-            m.linear(f"{base}.block_sparse_moe.gate", s.experts, s.width, bias=False)
-            for expert in range(s.experts):
-                m_base = f"{base}.block_sparse_moe.experts.{expert}"
-                _gated(m, m_base, ("w1", "w3", "w2"), s.inner // 2)
-        elif experts:
-            m.linear(f"{base}.mlp.gate", s.experts, s.width, bias=False)
-            for expert in range(s.experts):
-                _gated(m, f"{base}.mlp.experts.{expert}", _PROJECTIONS, s.inner // 2)
-        else:
-            _gated(m, f"{base}.mlp", _PROJECTIONS)
+        _query_norms(m, f"{base}.self_attn", qk, centre)
+        _feed_forward(m, base, experts)
         for norm in norms:
             m.norm(f"{base}.{norm}", s.width, centre=centre, bias=norm_bias)
     m.norm("model.norm", s.width, centre=centre, bias=norm_bias)

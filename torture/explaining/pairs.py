@@ -19,9 +19,7 @@ from torture.explaining.damages import (
     AMONG_SIBLINGS,
     EMBEDDING,
     KINDS,
-    MANY,
     MISSING,
-    ONE,
     SIBLINGS,
     SLIPPED,
     STORED,
@@ -31,6 +29,8 @@ from torture.explaining.damages import (
     damage_stored,
     draw_slip,
 )
+from torture.explaining.elements import ONE
+from torture.explaining.exchanges import MANY
 from torture.explaining.models import F32, Array, Model, draw_model
 from torture.explaining.storing import Store, Stored, allowance, draw_store, store
 
@@ -46,6 +46,8 @@ _FEW = 0.5
 #: Converters whose names tell no two tensors apart; exchanging these is another order of names.
 _ANONYMOUS = {"onnx": "onnx::", "keras numbered convolutions": ""}
 _QUERIES = re.compile(r".*([qk]_proj|query|key|wq|wk|attn_[qk]|\.[qk])\b")
+#: Kinds that are another order of parts, if the tensor has parts.
+_OF_PARTS = ("halves of the rows exchanged", "gates exchanged", "rows shifted by one")
 _INTERLEAVED = ("interleaved as for rotary embeddings", "interleaved twice")
 _MODULES = (decoders, frameworks)  # their converters are registered
 
@@ -87,11 +89,14 @@ class Pair:
         damage = f"{self.kind} ({self.damage.stage})" if self.damage else "none"
         layers = self.model.sizes.layers
         chain = "".join(f" + {step}" for step in [*self.chain, *["reversed"] * self.is_reversed])
-        return f"{self.converter.name} [{self.model.family}, {layers} layers, {store}{chain}]: {damage}"
+        model = f"[{self.model.family}, {layers} layers, {store}{chain}]"
+        return f"{self.converter.name} {model}: {damage}"
 
 
-def _convert(pair_seed: list[int], converter: Converter, model: Model, slip: Slip | None = None) -> Conversion:  # fmt: skip
-    conversion = Conversion(model, np.random.default_rng([*pair_seed, 1]), slip, converter.is_apart)
+def _convert(
+    seed: list[int], converter: Converter, model: Model, slip: Slip | None = None
+) -> Conversion:
+    conversion = Conversion(model, np.random.default_rng([*seed, 1]), slip, converter.is_apart)
     converter.convert(conversion)
     return conversion
 
@@ -128,7 +133,9 @@ def draw_pair(seed: list[int]) -> Pair:
                      is_wide=is_wide)  # fmt: skip
     tensors = [store(tensor, how) for tensor in made]
     pair = Pair(converter, model, how, tensors, chain, None, adapter=conversion.adapter)
-    can_reverse = how.kind == "as it is" and not (converter.architecture or pair.adapter)
+    is_padded = _PADDED in [*chain, converter.name.split()[0]]
+    is_file = bool(converter.architecture or pair.adapter)
+    can_reverse = how.kind == "as it is" and not (is_file or is_padded)
     pair.is_reversed = bool(rng.random() < _SHARE_OF_REVERSED) and can_reverse
     clean = {tensor.made.name: tensor for tensor in pair.tensors}
     if rng.random() < _SHARE_OF_DAMAGED:
@@ -149,7 +156,7 @@ def draw_pair(seed: list[int]) -> Pair:
 def _damaged(
     kind: str, pair: Pair, conversion: Conversion, seed: list[int], rng: np.random.Generator
 ) -> tuple[Damage, list[Stored], set[str]] | None:
-    """Convert and store again with a damage; return it with the changed tensors of the first model."""
+    """Convert and store again with a damage; return it with the names of the changed origins."""
     model, converter, sizes = pair.model, pair.converter, pair.model.sizes
     if kind in {"+1 on every norm", "1 added"} and model.family.startswith("gemma"):
         return None
@@ -158,11 +165,15 @@ def _damaged(
         if slip is None:
             return None
         again = _chained(_convert(seed, converter, model, slip), pair.chain)
-        return Damage(kind, "step", {slip.origin}, slip), [store(t, pair.store) for t in again], {slip.origin}  # fmt: skip
+        damage = Damage(kind, "step", {slip.origin}, slip)
+        return damage, [store(tensor, pair.store) for tensor in again], {slip.origin}
     if kind == MISSING:
+        if not pair.tensors:
+            return None
         index = int(rng.integers(len(pair.tensors)))
         name = pair.tensors[index].made.name
-        return Damage(kind, "stored", {name}), pair.tensors[:index] + pair.tensors[index + 1 :], set()  # fmt: skip
+        left = pair.tensors[:index] + pair.tensors[index + 1 :]
+        return Damage(kind, "stored", {name}), left, set()
     is_early = kind not in STORED and bool(rng.random() < 0.5)
     if is_early:
         damaged_model = replace(model, tensors=dict(model.tensors))
@@ -218,11 +229,13 @@ def _can_tell(pair: Pair, wrong: Stored, right: Stored, numbers: Array, expected
     """Whether a comparison can tell a difference from what a conversion may do."""
     if numbers.shape != expected.shape:
         origin = pair.model.tensors[right.made.origins[0]]
-        is_origin = numbers.shape == origin.shape and np.array_equal(numbers, origin.astype(F32))
-        return not is_origin or (pair.damage is not None and pair.damage.stage == "step")
-    needs_siblings = pair.kind in AMONG_SIBLINGS or (
-        pair.kind in _INTERLEAVED
-        and any(map(_QUERIES.match, [right.made.name, *right.made.origins]))
+        is_step = pair.damage is not None and pair.damage.stage == "step"
+        return is_step or not _is_padded(numbers, origin.astype(F32))
+    names = [right.made.name, *right.made.origins]
+    needs_siblings = (
+        pair.kind in AMONG_SIBLINGS
+        or (pair.kind in _INTERLEAVED and any(map(_QUERIES.match, names)))
+        or (pair.kind in _OF_PARTS and len(right.made.origins) > 1)
     )
     if needs_siblings and pair.model.sizes.layers < SIBLINGS:
         return False
@@ -238,11 +251,19 @@ def _can_tell(pair: Pair, wrong: Stored, right: Stored, numbers: Array, expected
             coarse = origin.dtype
             if coarse != F32 and np.array_equal(numbers.astype(coarse), wanted.astype(coarse)):
                 return False
-            if pair.converter.prepare and numbers.shape[-1] % 32 == 0 and "dequantised" in pair.converter.name:  # fmt: skip
+            if "dequantised" in pair.converter.name and numbers.shape[-1] % 32 == 0:
                 blocks = np.abs(expected).reshape(-1, 32).max(axis=1)
                 if (difference.reshape(-1, 32).max(axis=1) <= 0.55 * blocks / 8).all():
                     return False
     return True
+
+
+def _is_padded(numbers: Array, origin: Array) -> bool:
+    """Whether a matrix is another one with any number of rows of zeros."""
+    rows = len(origin)
+    if numbers.ndim != origin.ndim or np.count_nonzero(numbers[rows:]):
+        return False
+    return np.array_equal(numbers[:rows], origin)
 
 
 def _list_undamaged(pair: Pair, conversion: Conversion) -> None:

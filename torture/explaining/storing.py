@@ -88,7 +88,7 @@ def store(made: Made, how: Store) -> Stored:
 
 
 def _in_gguf(made: Made, kind: str) -> Stored:
-    """Store norms and biases as float32, and rows that do not fill blocks in the next larger type."""
+    """Store norms and biases as float32, and rows that do not fill blocks in a larger type."""
     from gguf import GGMLQuantizationType, quants
 
     values = np.ascontiguousarray(made.values, F32)
