@@ -91,7 +91,7 @@ def test_pairs_follow_from_their_seed() -> None:
         assert str(pair) == str(same)
         assert pair.damaged == same.damaged
         assert bool(pair.damage) == bool(pair.damaged)
-        assert not (pair.searched | pair.apart) & (pair.damaged | pair.unclear)
+        assert not (pair.searched | pair.unsearched) & (pair.damaged | pair.unclear)
 
 
 SMALL = {

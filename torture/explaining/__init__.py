@@ -1,4 +1,4 @@
-"""Pairs of models of which one was converted from the other, explained with the truth known.
+"""Pairs of a model and its conversion, explained with the truth known.
 
 A pair has one of some eighty conversions, drawn uniformly: to GGUF, Flax, Keras, ONNX, MLX, Burn
 and other projects' names, fused, split, stacked, sharded, rounded or quantised. Three pairs of four
@@ -51,8 +51,8 @@ class Counts:
                 wrong=verdict.is_wrong,
                 searched=len(pair.searched),
                 open=len(verdict.open),
-                apart=len(pair.apart),
-                open_apart=len(verdict.open_apart),
+                unsearched=len(pair.unsearched),
+                open_unsearched=len(verdict.open_unsearched),
             )
 
     def share(self, row: str) -> float:
@@ -82,8 +82,8 @@ def run(trial: Trial) -> Iterator[Tally]:
     for row, count in counts.sorted():
         share = f"{100 * counts.share(row):.2f} %"
         summary = f"{share} of {count['searched']:,} undamaged tensors explained"
-        if count["apart"]:
-            explained = count["apart"] - count["open_apart"]
+        if count["unsearched"]:
+            explained = count["unsearched"] - count["open_unsearched"]
             summary += f"; of other layouts {explained:,} of {count['apart']:,}"
         is_short = row == "all" and count["pairs"] >= 100 and counts.share(row) < ENOUGH
         yield Tally(row, count["pairs"], count["wrong"] + is_short,

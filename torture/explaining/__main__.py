@@ -17,6 +17,8 @@ from torture.explaining import Counts, draw_pair, judge
 
 #: One pair in so many is compared without explanations, too.
 _TIMED = 4
+_COLUMNS = ("pairs", "damaged", "false", "unnamed", "all_right", "errors", "searched", "open",
+            "unsearched", "open_unsearched")  # fmt: skip
 
 
 def main(seed: int, first: int, count: int, seconds: float = 1e9) -> int:
@@ -41,12 +43,12 @@ def main(seed: int, first: int, count: int, seconds: float = 1e9) -> int:
             failures += verdict.is_wrong
             for line in verdict.lines():
                 print(f"FALSE {label} | {line}", flush=True)
-            missing = len(verdict.open), len(verdict.open_apart)
+            missing = len(verdict.open), len(verdict.open_unsearched)
             if any(missing):
-                examples = ", ".join([*verdict.open, *verdict.open_apart][:2])
+                examples = ", ".join([*verdict.open, *verdict.open_unsearched][:2])
                 print(
                     f"OPEN {label} | {missing[0]} of {len(pair.searched)} searched, "
-                    f"{missing[1]} of {len(pair.apart)} others: {examples}",
+                    f"{missing[1]} of {len(pair.unsearched)} others: {examples}",
                     flush=True,
                 )
     _print_tables(counts)
@@ -63,8 +65,7 @@ def _print_tables(counts: Counts) -> None:
           "| searched | not explained | other layouts | not explained |")  # fmt: skip
     print("|---" * 11 + "|")
     for row, c in counts.sorted():
-        cells = [c[key] for key in ("pairs", "damaged", "false", "unnamed", "all_right", "errors",
-                                    "searched", "open", "apart", "open_apart")]  # fmt: skip
+        cells = [c[column] for column in _COLUMNS]
         print(f"| {row} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
 
 

@@ -1,4 +1,4 @@
-"""What a conversion is made of: tensors with their origins, and the steps that one could forget.
+"""Conversions: tensors with their origins, and the steps that a converter could forget.
 
 A converter fills a `Conversion`. Each step of a layout goes through `Conversion.step`, which notes
 how else it could have been done. To repeat a conversion with one mistake, name that `Slip`.
@@ -26,7 +26,7 @@ def slot(name: str) -> str:
 
 
 @dataclass
-class Made:
+class Target:
     """A tensor of the second model."""
 
     name: str
@@ -60,7 +60,7 @@ class Conversion:
     rng: np.random.Generator
     slip: Slip | None = None
     is_apart: bool = False
-    made: list[Made] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
     slips: list[Slip] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     #: Names of tensors of the first model that the second one lacks, because they are copies.
@@ -84,7 +84,7 @@ class Conversion:
     def put(self, name: str, values: Array, *origins: str, **options: Any) -> None:
         """Add a tensor that was made of others."""
         options.setdefault("is_apart", self.is_apart)
-        self.made.append(Made(name, np.ascontiguousarray(values), origins, **options))
+        self.targets.append(Target(name, np.ascontiguousarray(values), origins, **options))
         self.used |= set(origins)
 
     def step(
@@ -103,20 +103,20 @@ class Conversion:
         wrong: dict[str, Callable[[], Array]] = {"not transposed": lambda: values}
         if len(axes) == 4:  # height and width exchanged
             first, second = (i for i, axis in enumerate(axes) if axis > 1)
-            other = list(axes)
-            other[first], other[second] = other[second], other[first]
-            wrong["height and width exchanged"] = lambda: values.transpose(other)
+            exchanged = list(axes)
+            exchanged[first], exchanged[second] = exchanged[second], exchanged[first]
+            wrong["height and width exchanged"] = lambda: values.transpose(exchanged)
         return self.step("transposed", name, lambda: values.transpose(axes), **wrong)
 
     def roped(self, name: str, heads: int) -> Array:
         """Return rows with the halves of each head interleaved."""
         values = self[name]
-        others = {"wrong number of heads": lambda: interleaved(values, heads // 2)}
+        more = {"wrong number of heads": lambda: interleaved(values, heads // 2)}
         return self.step(
             "rope",
             name,
             lambda: interleaved(values, heads),
-            **{"not permuted": lambda: values} | (others if heads > 1 else {}),
+            **{"not permuted": lambda: values} | (more if heads > 1 else {}),
         )
 
     def raised(self, name: str) -> Array:

@@ -1,7 +1,7 @@
-"""Damages of what is stored, and the drawing of a damage of any kind.
+"""Damages of stored tensors, and functions that draw a damage of any kind.
 
 A damage of numbers is done to the first model before it is converted, or to the second one before
-it is stored. Every damage is done to copies: what differs at the end was damaged.
+it is stored. Every damage is done to copies, which are compared at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from torture.explaining.conversions import Made, Slip, slot
+from torture.explaining.conversions import Slip, Target, slot
 from torture.explaining.elements import ONE, two
 from torture.explaining.exchanges import MANY
 from torture.explaining.models import F32, Array, Sizes
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     Change = Callable[[Stored, Rng], bool]
 
 EMBEDDING = re.compile(r".*(embed|wte|shared\.|lm_head|token_embd|tok_embeddings)")
-#: Fewest siblings of which one can be told to be unlike the others.
+#: Smallest number of siblings that show how one of them should be.
 SIBLINGS = 4
-#: Kinds that only siblings tell.
+#: Kinds that only siblings show.
 AMONG_SIBLINGS = {"transposed, unlike its siblings"}
 _FOR_VOCABULARIES = {"vocabulary cut off"}
 _FOR_NORMS = {"1 added"}
@@ -46,14 +46,14 @@ class Damage:
     slip: Slip | None = None
 
 
-# --- what is stored -------------------------------------------------------------------------------
+# --- stored tensors -------------------------------------------------------------------------------
 # Each function changes one stored tensor in place, and returns whether it fits.
 
 STORED: dict[str, Change] = {}
 
 
 def stored(kind: str) -> Callable[[Change], Change]:
-    """Register a damage of what is stored."""
+    """Register a damage of stored tensors."""
 
     def register(change: Change) -> Change:
         STORED[kind] = change
@@ -98,9 +98,9 @@ def _low_bits(x: Stored, rng: Rng) -> bool:
 def _truncate(x: Stored, _: Rng) -> bool:
     if x.blocks or x.data.dtype not in {np.dtype(F32), np.dtype(ml_dtypes.bfloat16)}:
         return False
-    values = np.ascontiguousarray(x.made.values, F32)
+    values = np.ascontiguousarray(x.target.values, F32)
     bits = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(F32)
-    if np.array_equal(bits, values):  # nothing was to be rounded
+    if np.array_equal(bits, values):  # they need no rounding
         return False
     x.data = bits.reshape(values.shape).astype(x.data.dtype)
     return True
@@ -199,8 +199,8 @@ KINDS = (*ONE, *MANY, *STORED, MISSING, SLIPPED, SLIPPED, SLIPPED)
 def siblings(name: str, tensors: dict[str, Array]) -> int:
     """Return the number of tensors that share the place and shape of one."""
     place = slot(name)
-    return sum(slot(other) == place and values.shape == tensors[name].shape
-               for other, values in tensors.items())  # fmt: skip
+    return sum(slot(sibling) == place and values.shape == tensors[name].shape
+               for sibling, values in tensors.items())  # fmt: skip
 
 
 def damage_numbers(kind: str, numbers: Numbers, sizes: Sizes, rng: Rng) -> set[str]:
@@ -269,16 +269,16 @@ def damage_stored(kind: str, tensors: list[Stored], rng: Rng) -> set[str]:
         before = tensor.data
         tensor.data = before.copy()
         if STORED[kind](tensor, rng):
-            return {tensor.made.name}
+            return {tensor.target.name}
         tensor.data = before
     return set()
 
 
-def damage_made(kind: str, made: list[Made], sizes: Sizes, rng: Rng) -> set[str]:
+def damage_made(kind: str, targets: list[Target], sizes: Sizes, rng: Rng) -> set[str]:
     """Damage tensors of the second model before they are stored."""
-    numbers = {tensor.name: tensor.values for tensor in made if not tensor.is_free}
+    numbers = {tensor.name: tensor.values for tensor in targets if not tensor.is_free}
     names = damage_numbers(kind, numbers, sizes, rng)
-    for tensor in made:
+    for tensor in targets:
         if tensor.name in names:
             tensor.values = numbers[tensor.name]
     return names

@@ -1,7 +1,7 @@
 """Damages between tensors: exchanged, copied, mixed and stale ones.
 
-Each function changes a mapping of float32 copies and returns the names of what it changed. `MANY`
-has them by what they do.
+Each function changes a mapping of float32 copies and returns their names.
+`MANY` has them by what they do.
 """
 
 from __future__ import annotations
@@ -207,10 +207,10 @@ def _zero_expert(x: Numbers, rng: Rng) -> set[str]:
 def _neighbour(x: Numbers, rng: Rng) -> set[str]:
     vectors = [name for name, values in x.items() if values.ndim == 1]
     for name in rng.permutation(vectors)[:8]:
-        others = [n for n in vectors if n != name and x[n].shape == x[name].shape
+        neighbours = [n for n in vectors if n != name and x[n].shape == x[name].shape
                   and n.rpartition(".")[2] == name.rpartition(".")[2]]  # fmt: skip
-        if others:
-            return _replace(x, str(name), x[others[rng.integers(len(others))]])
+        if neighbours:
+            return _replace(x, str(name), x[neighbours[rng.integers(len(neighbours))]])
     return set()
 
 

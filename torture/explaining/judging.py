@@ -25,7 +25,7 @@ EXPLAINED = "explained"
 
 @dataclass
 class Verdict:
-    """What was wrong about the comparison of a pair, and how many tensors were explained."""
+    """The false claims of a comparison, and the tensors that it did not explain."""
 
     #: Claims about damaged tensors: that they are explained, or nothing at all.
     false: list[str] = field(default_factory=list)
@@ -36,14 +36,14 @@ class Verdict:
     error: str = ""
     #: Undamaged tensors that are not explained, in layouts that are searched, and in others.
     open: list[str] = field(default_factory=list)
-    open_apart: list[str] = field(default_factory=list)
+    open_unsearched: list[str] = field(default_factory=list)
     seconds: float = 0.0
     #: How long it took without explanations; 0 if that was not measured.
     plain: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
-        """Whether a claim is false, or the comparison failed."""
+        """Return whether a claim is false or the comparison failed."""
         return bool(self.false or self.unnamed or self.all_right or self.error)
 
     def lines(self) -> list[str]:
@@ -78,57 +78,58 @@ def judge(pair: Pair, folder: Path, *, is_timed: bool = False) -> Verdict:
         return verdict
     verdict.seconds = time.perf_counter() - start
     outcomes = table["outcome"].to_dict()
-    others = {
-        name: {other for other in str(names).split(", ") if other}
+    mapped_names = {
+        name: {part for part in str(names).split(", ") if part}
         for name, names in table["other_names"].to_dict().items()
     }
-    _check_damage(pair, outcomes, others, verdict)
+    _check_damage(pair, outcomes, mapped_names, verdict)
     sentence = str(comparison.attrs["explanation"])
     if pair.damaged and sentence.lower().startswith("all"):
         verdict.all_right = sentence[:160]
     verdict.open = sorted(n for n in pair.searched if outcomes.get(n) != EXPLAINED)
-    verdict.open_apart = sorted(n for n in pair.apart if outcomes.get(n) != EXPLAINED)
+    verdict.open_unsearched = sorted(n for n in pair.unsearched if outcomes.get(n) != EXPLAINED)
     return verdict
 
 
 def _names(pair: Pair) -> dict[str, str]:
     """Return the true names in the second side by those in the first, of unjoined tensors."""
-    names = {tensor.made.origins[0]: tensor.made.name for tensor in pair.tensors
-             if len(tensor.made.origins) == 1}  # fmt: skip
+    names = {tensor.target.origins[0]: tensor.target.name for tensor in pair.tensors
+             if len(tensor.target.origins) == 1}  # fmt: skip
     return {new: old for old, new in names.items()} if pair.is_reversed else names
 
 
 def _check_damage(
-    pair: Pair, outcomes: dict[str, str], others: dict[str, set[str]], verdict: Verdict
+    pair: Pair, outcomes: dict[str, str], mapped_names: dict[str, set[str]], verdict: Verdict
 ) -> None:
     a = pair.model.tensors
-    left = {tensor.made.name for tensor in pair.tensors}
+    stored_names = {tensor.target.name for tensor in pair.tensors}
     for name in sorted(pair.damaged):
-        if name in left and outcomes.get(name) == EXPLAINED:
+        if name in stored_names and outcomes.get(name) == EXPLAINED:
             verdict.false.append(name)
         rows = {name, *pair.origins.get(name, ())}
         if all(outcomes.get(row) in {None, EXPLAINED} for row in rows):
             verdict.unnamed.append(name)
     for name in sorted(pair.hurt - pair.damaged):
         if outcomes.get(name) == EXPLAINED and not _is_elsewhere(
-            pair, name, others.get(name, set())
+            pair, name, mapped_names.get(name, set())
         ):
             verdict.false.append(f"{name} (in a)")
-    lost = sorted(pair.damaged - left)
+    lost = sorted(pair.damaged - stored_names)
     verdict.unnamed = [n for n in verdict.unnamed if n not in lost
                        or not all(_has_copy(a, o) for o in pair.origins.get(n, ()))]  # fmt: skip
 
 
 def _has_copy(tensors: dict[str, Any], name: str) -> bool:
-    """Whether another tensor has the same numbers, or all numbers are the same."""
+    """Return whether a tensor has a copy or is constant."""
     values = tensors[name]
     return np.ptp(values.astype(np.float32)) == 0 or any(
-        other != name and np.array_equal(values, copy) for other, copy in tensors.items()
+        name_of_copy != name and np.array_equal(values, copy)
+        for name_of_copy, copy in tensors.items()
     )
 
 
 def _is_elsewhere(pair: Pair, name: str, claimed: set[str]) -> bool:
-    """Whether an explanation by undamaged tensors is right, because they have the same numbers."""
+    """Return whether undamaged tensors with the same numbers justify an explanation."""
     return not claimed & pair.damaged and _has_copy(pair.model.tensors, name)
 
 

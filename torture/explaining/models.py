@@ -73,7 +73,7 @@ class Model:
     is_fresh: bool = False
 
     def weight(self, name: str, *shape: int) -> None:
-        """Add a weight, of which no two rows have the same spread."""
+        """Add a weight whose rows have different spreads."""
         spread = 0.05 * np.exp(0.15 * self.rng.standard_normal((shape[0],) + (1,) * len(shape[1:])))
         self.tensors[name] = (spread * self.rng.standard_normal(shape)).astype(F32)
 

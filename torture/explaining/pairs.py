@@ -1,9 +1,9 @@
 """Draw a pair of models, convert the first one, and damage what is converted.
 
 The conversion is made twice, with the same random numbers: as it should be, and with the damage.
-Tensors that differ are damaged. Differences that no comparison can tell from a conversion are
-left out of the counts: below the bound of a quantiser, or such that the first model is exactly the
-second one rounded.
+Tensors that differ are damaged. Differences that a conversion could have made are
+left out of the counts: below the bound of a quantiser, or if the first model is exactly the second
+one rounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from torture.explaining import decoders, frameworks
-from torture.explaining.conversions import CONVERTERS, Conversion, Converter, Made, Slip
+from torture.explaining.conversions import CONVERTERS, Conversion, Converter, Slip, Target
 from torture.explaining.damages import (
     AMONG_SIBLINGS,
     EMBEDDING,
@@ -43,7 +43,7 @@ _PADDED = "padded"
 _STEPS = ("module.", "_orig_mod.", "model.", "net.", ".w", _PADDED)
 #: If more elements than this share differ a little, a first model of a coarse type may be a copy.
 _FEW = 0.5
-#: Converters whose names tell no two tensors apart; exchanging these is another order of names.
+#: Converters with numbers for names: exchanged tensors only have their names in another order.
 _ANONYMOUS = {"onnx": "onnx::", "keras numbered convolutions": ""}
 _QUERIES = re.compile(r".*([qk]_proj|query|key|wq|wk|attn_[qk]|\.[qk])\b")
 #: Kinds that are another order of parts, if the tensor has parts.
@@ -66,11 +66,11 @@ class Pair:
     damaged: set[str] = field(default_factory=set)
     #: Names of tensors of the first model whose numbers are not in the second one any more.
     hurt: set[str] = field(default_factory=set)
-    #: Names that are not judged: they differ by less than what can be told.
+    #: Names that are not judged, because they differ too little.
     unclear: set[str] = field(default_factory=set)
     #: Names of undamaged tensors in layouts that are searched, and in others.
     searched: set[str] = field(default_factory=set)
-    apart: set[str] = field(default_factory=set)
+    unsearched: set[str] = field(default_factory=set)
     adapter: dict[str, Array] = field(default_factory=dict)
     origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: Whether the second model is given first.
@@ -85,7 +85,7 @@ class Pair:
         return f"step: {slip.mistake}" if slip else self.damage.kind
 
     def __str__(self) -> str:
-        store = self.store.kind + (f"/{self.store.other}" if self.store.places else "")
+        store = self.store.kind + (f"/{self.store.minor_kind}" if self.store.places else "")
         damage = f"{self.kind} ({self.damage.stage})" if self.damage else "none"
         layers = self.model.sizes.layers
         chain = "".join(f" + {step}" for step in [*self.chain, *["reversed"] * self.is_reversed])
@@ -101,11 +101,11 @@ def _convert(
     return conversion
 
 
-def _chained(conversion: Conversion, steps: list[str]) -> list[Made]:
+def _chained(conversion: Conversion, steps: list[str]) -> list[Target]:
     """Add further steps to a conversion, such as prefixes."""
-    made = conversion.made
+    targets = conversion.targets
     for step in steps:
-        for tensor in made:
+        for tensor in targets:
             if step.endswith("."):
                 tensor.name = step + tensor.name
             elif step.startswith("."):
@@ -113,7 +113,7 @@ def _chained(conversion: Conversion, steps: list[str]) -> list[Made]:
             elif EMBEDDING.match(tensor.name) and tensor.values.ndim == 2:
                 rows = -len(tensor.values) % 64
                 tensor.values = np.pad(tensor.values, ((0, rows), (0, 0)))
-    return made
+    return targets
 
 
 def draw_pair(seed: list[int]) -> Pair:
@@ -128,16 +128,15 @@ def draw_pair(seed: list[int]) -> Pair:
     conversion = _convert(seed, converter, model)
     can_chain = not converter.architecture and rng.random() < 0.25
     chain = [str(rng.choice(_STEPS))] if can_chain and not conversion.adapter else []
-    made = _chained(conversion, chain)
-    how = draw_store(made, rng, is_gguf=bool(converter.architecture), is_final=converter.is_final,
-                     is_wide=is_wide)  # fmt: skip
-    tensors = [store(tensor, how) for tensor in made]
-    pair = Pair(converter, model, how, tensors, chain, None, adapter=conversion.adapter)
+    targets = _chained(conversion, chain)
+    is_file = bool(converter.architecture)
+    types = draw_store(targets, rng, is_gguf=is_file, is_final=converter.is_final, is_wide=is_wide)
+    tensors = [store(tensor, types) for tensor in targets]
+    pair = Pair(converter, model, types, tensors, chain, None, adapter=conversion.adapter)
     is_padded = _PADDED in [*chain, converter.name.split()[0]]
-    is_file = bool(converter.architecture or pair.adapter)
-    can_reverse = how.kind == "as it is" and not (is_file or is_padded)
+    can_reverse = types.kind == "as it is" and not (is_file or pair.adapter or is_padded)
     pair.is_reversed = bool(rng.random() < _SHARE_OF_REVERSED) and can_reverse
-    clean = {tensor.made.name: tensor for tensor in pair.tensors}
+    clean = {tensor.target.name: tensor for tensor in pair.tensors}
     if rng.random() < _SHARE_OF_DAMAGED:
         for kind in rng.permutation(KINDS)[:12]:
             damaged = _damaged(str(kind), pair, conversion, seed, rng)
@@ -171,9 +170,9 @@ def _damaged(
         if not pair.tensors:
             return None
         index = int(rng.integers(len(pair.tensors)))
-        name = pair.tensors[index].made.name
-        left = pair.tensors[:index] + pair.tensors[index + 1 :]
-        return Damage(kind, "stored", {name}), left, set()
+        name = pair.tensors[index].target.name
+        remaining = pair.tensors[:index] + pair.tensors[index + 1 :]
+        return Damage(kind, "stored", {name}), remaining, set()
     is_early = kind not in STORED and bool(rng.random() < 0.5)
     if is_early:
         damaged_model = replace(model, tensors=dict(model.tensors))
@@ -198,14 +197,14 @@ def _damaged(
 
 
 def _judge_damage(pair: Pair, clean: dict[str, Stored], changed: set[str]) -> None:
-    """Find the tensors that differ from the right conversion, and those where it cannot be told."""
-    damaged = {tensor.made.name: tensor for tensor in pair.tensors}
+    """List the tensors that differ from the right conversion, and the unclear ones."""
+    damaged = {tensor.target.name: tensor for tensor in pair.tensors}
     prefix = _ANONYMOUS.get(pair.converter.name)
     is_anonymous = prefix is not None and pair.kind in MANY
     for name, right in clean.items():
         if name not in damaged:
             pair.damaged.add(name)
-            pair.hurt |= set(right.made.origins)
+            pair.hurt |= set(right.target.origins)
             continue
         wrong = damaged[name]
         same = wrong.data.dtype == right.data.dtype and wrong.data.shape == right.data.shape
@@ -214,42 +213,42 @@ def _judge_damage(pair: Pair, clean: dict[str, Stored], changed: set[str]) -> No
         numbers, expected = wrong.numbers, right.numbers
         if numbers.shape == expected.shape and np.array_equal(numbers, expected, equal_nan=True):
             continue
-        if right.made.is_free or not _can_tell(pair, wrong, right, numbers, expected) or (
+        if right.target.is_free or not _can_tell(pair, wrong, right, numbers, expected) or (
             is_anonymous and (prefix or "") in name
         ):  # fmt: skip
             pair.unclear.add(name)
             continue
         pair.damaged.add(name)
-        pair.hurt |= set(right.made.origins) & changed
-        if len(right.made.origins) == 1:
-            pair.hurt |= set(right.made.origins)
+        pair.hurt |= set(right.target.origins) & changed
+        if len(right.target.origins) == 1:
+            pair.hurt |= set(right.target.origins)
 
 
 def _can_tell(pair: Pair, wrong: Stored, right: Stored, numbers: Array, expected: Array) -> bool:
-    """Whether a comparison can tell a difference from what a conversion may do."""
+    """Return whether a difference is more than a conversion may do."""
     if numbers.shape != expected.shape:
-        origin = pair.model.tensors[right.made.origins[0]]
+        origin = pair.model.tensors[right.target.origins[0]]
         is_step = pair.damage is not None and pair.damage.stage == "step"
         return is_step or not _is_padded(numbers, origin.astype(F32))
-    names = [right.made.name, *right.made.origins]
+    names = [right.target.name, *right.target.origins]
     needs_siblings = (
         pair.kind in AMONG_SIBLINGS
         or (pair.kind in _INTERLEAVED and any(map(_QUERIES.match, names)))
-        or (pair.kind in _OF_PARTS and len(right.made.origins) > 1)
+        or (pair.kind in _OF_PARTS and len(right.target.origins) > 1)
     )
     if needs_siblings and pair.model.sizes.layers < SIBLINGS:
         return False
     with np.errstate(invalid="ignore", over="ignore"):
         bound = allowance(wrong)
-        wanted = right.made.values.astype(F32)
-        if np.any(bound) and not (~(np.abs(numbers - wanted) <= bound)).any():
+        intended = right.target.values.astype(F32)
+        if np.any(bound) and not (~(np.abs(numbers - intended) <= bound)).any():
             return False
         difference = np.abs(numbers - expected)
         share = np.count_nonzero(difference) / numbers.size
         if pair.model.tensors and share > _FEW:
-            origin = pair.model.tensors[right.made.origins[0]]
+            origin = pair.model.tensors[right.target.origins[0]]
             coarse = origin.dtype
-            if coarse != F32 and np.array_equal(numbers.astype(coarse), wanted.astype(coarse)):
+            if coarse != F32 and np.array_equal(numbers.astype(coarse), intended.astype(coarse)):
                 return False
             if "dequantised" in pair.converter.name and numbers.shape[-1] % 32 == 0:
                 blocks = np.abs(expected).reshape(-1, 32).max(axis=1)
@@ -259,7 +258,7 @@ def _can_tell(pair: Pair, wrong: Stored, right: Stored, numbers: Array, expected
 
 
 def _is_padded(numbers: Array, origin: Array) -> bool:
-    """Whether a matrix is another one with any number of rows of zeros."""
+    """Return whether a matrix is another one with rows of zeros at its end."""
     rows = len(origin)
     if numbers.ndim != origin.ndim or np.count_nonzero(numbers[rows:]):
         return False
@@ -271,21 +270,21 @@ def _list_undamaged(pair: Pair, conversion: Conversion) -> None:
     bad = pair.damaged | pair.unclear
     touched: set[str] = set()
     fed: dict[str, bool] = {}
-    for tensor in conversion.made:
+    for tensor in conversion.targets:
         pair.origins[tensor.name] = tensor.origins
         if tensor.name in bad or tensor.is_free:
             touched |= set(tensor.origins)
         for origin in tensor.origins:
             fed[origin] = fed.get(origin, False) or tensor.is_apart
-    for tensor in conversion.made:
+    for tensor in conversion.targets:
         is_constant = np.ptp(tensor.values.astype(F32)) == 0 and tensor.name not in tensor.origins
         for origin in tensor.origins:
             fed[origin] |= is_constant and not pair.converter.architecture
         if not tensor.is_free and tensor.name not in bad and not set(tensor.origins) & touched:
             is_apart = tensor.is_apart or fed[tensor.origins[0]]
-            (pair.apart if is_apart else pair.searched).add(tensor.name)
+            (pair.unsearched if is_apart else pair.searched).add(tensor.name)
     for name, is_apart in fed.items():
         if name not in touched and name not in bad:
-            (pair.apart if is_apart else pair.searched).add(name)
-    pair.apart |= conversion.tied - touched
-    pair.searched -= pair.apart
+            (pair.unsearched if is_apart else pair.searched).add(name)
+    pair.unsearched |= conversion.tied - touched
+    pair.searched -= pair.unsearched

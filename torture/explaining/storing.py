@@ -1,4 +1,4 @@
-"""How the tensors of the second model are stored: types, blocks of GGUF, and what each can lose."""
+"""Types of stored tensors, blocks of GGUF, and the errors that they allow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.stats.kquants import kquantized
-from torture.explaining.conversions import Made, slot
+from torture.explaining.conversions import Target, slot
 from torture.explaining.models import F32, Array
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Store:
-    """The type of most tensors, and of those in some places."""
+    """The usual type of a model, and another one for some places."""
 
     is_gguf: bool
     kind: str
-    other: str
+    minor_kind: str
     #: Places of tensors that have the other type.
     places: frozenset[str] = frozenset()
 
@@ -43,7 +43,7 @@ class Store:
 class Stored:
     """A tensor as it is stored."""
 
-    made: Made
+    target: Target
     #: Values, or blocks as bytes.
     data: Array
     #: Type of GGUF with blocks; empty for plain values.
@@ -59,10 +59,10 @@ class Stored:
         return quants.dequantize(self.data, GGMLQuantizationType[self.blocks])
 
 
-def draw_store(made: list[Made], rng: np.random.Generator, *, is_gguf: bool, is_final: bool,
+def draw_store(targets: list[Target], rng: np.random.Generator, *, is_gguf: bool, is_final: bool,
                is_wide: bool) -> Store:  # fmt: skip
     """Draw the types of a second model; a third of the mixtures have two."""
-    places = sorted({slot(tensor.name) for tensor in made})
+    places = sorted({slot(tensor.name) for tensor in targets})
     chosen = frozenset(place for place in places if rng.random() < 0.2)
     if is_final:
         return Store(is_gguf, "as it is", "as it is")
@@ -70,42 +70,42 @@ def draw_store(made: list[Made], rng: np.random.Generator, *, is_gguf: bool, is_
         kind = str(rng.choice(_PLAIN))
         return Store(is_gguf, kind, "as it is", chosen if rng.random() < 0.3 else frozenset())
     kinds = [*SEARCHED] if is_wide else [kind for kind in _GGUF if kind not in SEARCHED]
-    kind, other = str(rng.choice(kinds)), str(rng.choice(["F16", "Q8_0", *kinds]))
-    return Store(is_gguf, kind, other, chosen if rng.random() < 0.5 else frozenset())
+    kind, minor_kind = str(rng.choice(kinds)), str(rng.choice(["F16", "Q8_0", *kinds]))
+    return Store(is_gguf, kind, minor_kind, chosen if rng.random() < 0.5 else frozenset())
 
 
-def store(made: Made, how: Store) -> Stored:
+def store(target: Target, types: Store) -> Stored:
     """Round or quantise a tensor."""
-    kind = how.other if slot(made.name) in how.places else how.kind
-    if how.is_gguf:
-        return _in_gguf(made, kind)
+    kind = types.minor_kind if slot(target.name) in types.places else types.kind
+    if types.is_gguf:
+        return _in_gguf(target, kind)
     if kind == "as it is":
-        return Stored(made, made.values.copy())
+        return Stored(target, target.values.copy())
     name, _, container = kind.partition(" in ")
     with np.errstate(over="ignore"):
-        rounded = made.values.astype(F32).astype(TYPES[name])
-    return Stored(made, rounded.astype(F32) if container else rounded)
+        rounded = target.values.astype(F32).astype(TYPES[name])
+    return Stored(target, rounded.astype(F32) if container else rounded)
 
 
-def _in_gguf(made: Made, kind: str) -> Stored:
+def _in_gguf(target: Target, kind: str) -> Stored:
     """Store norms and biases as float32, and rows that do not fill blocks in a larger type."""
     from gguf import GGMLQuantizationType, quants
 
-    values = np.ascontiguousarray(made.values, F32)
-    if values.ndim == 1 or "norm" in made.name or "ffn_gate_inp" in made.name or kind == "F32":
-        return Stored(made, values)
+    values = np.ascontiguousarray(target.values, F32)
+    if values.ndim == 1 or "norm" in target.name or "ffn_gate_inp" in target.name or kind == "F32":
+        return Stored(target, values)
     if kind in SEARCHED and values.shape[-1] % 256:
         kind = "Q8_0"
     if kind in REPEATED and values.shape[-1] % 32:
         kind = "F16"
     if kind in {"F16", "BF16"}:
         with np.errstate(over="ignore"):
-            return Stored(made, values.astype(TYPES["float16" if kind == "F16" else "bfloat16"]))
+            return Stored(target, values.astype(TYPES["float16" if kind == "F16" else "bfloat16"]))
     if not np.isfinite(values).all():
         values = np.nan_to_num(values, nan=0.0, posinf=1.0, neginf=-1.0)
     if kind in SEARCHED:
-        return Stored(made, kquantized(values, kind.lower()), kind)
-    return Stored(made, quants.quantize(values, GGMLQuantizationType[kind]), kind)
+        return Stored(target, kquantized(values, kind.lower()), kind)
+    return Stored(target, quants.quantize(values, GGMLQuantizationType[kind]), kind)
 
 
 def allowance(tensor: Stored) -> Array | float:
@@ -114,7 +114,7 @@ def allowance(tensor: Stored) -> Array | float:
     It is more than the bound of the documentation, so that no damage at the limit is counted.
     """
     if tensor.blocks not in SEARCHED:
-        return tensor.made.bound
+        return tensor.target.bound
     size, levels = SEARCHED[tensor.blocks]
     numbers = tensor.numbers
     groups = numbers.reshape(-1, 256 // size, size)
@@ -132,13 +132,13 @@ def allowance(tensor: Stored) -> Array | float:
 def write(tensors: list[Stored], architecture: str, folder: Path) -> dict[str, Array] | Path:
     """Return a mapping, or the path of a GGUF file if there is an architecture."""
     if not architecture:
-        return {tensor.made.name: tensor.data for tensor in tensors}
+        return {tensor.target.name: tensor.data for tensor in tensors}
     from gguf import GGMLQuantizationType, GGUFWriter
 
     path = folder / "b.gguf"
     writer = GGUFWriter(path, "clip" if architecture == "mmproj" else architecture)
     for tensor in tensors:
-        name, data = tensor.made.name, tensor.data
+        name, data = tensor.target.name, tensor.data
         if tensor.blocks:
             writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[tensor.blocks])
         elif data.dtype == TYPES["bfloat16"]:
