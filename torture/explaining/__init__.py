@@ -52,6 +52,7 @@ class Counts:
                 searched=len(pair.searched),
                 open=len(verdict.open),
                 unsearched=len(pair.unsearched),
+                mismeasured=len(verdict.mismeasured),
                 open_unsearched=len(verdict.open_unsearched),
             )
 

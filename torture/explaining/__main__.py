@@ -18,7 +18,7 @@ from torture.explaining import Counts, draw_pair, judge
 #: One pair in so many is compared without explanations, too.
 _TIMED = 4
 _COLUMNS = ("pairs", "damaged", "false", "unnamed", "all_right", "errors", "searched", "open",
-            "unsearched", "open_unsearched")  # fmt: skip
+            "unsearched", "open_unsearched", "mismeasured")  # fmt: skip
 
 
 def main(seed: int, first: int, count: int, seconds: float = 1e9) -> int:
@@ -62,8 +62,8 @@ def main(seed: int, first: int, count: int, seconds: float = 1e9) -> int:
 
 def _print_tables(counts: Counts) -> None:
     print("\n| | pairs | damaged | called explained | unnamed | begins with all | errors "
-          "| searched | not explained | other layouts | not explained |")  # fmt: skip
-    print("|---" * 11 + "|")
+          "| searched | not explained | others | not explained | rel_l2 wrong |")  # fmt: skip
+    print("|---" * 12 + "|")
     for row, c in counts.sorted():
         cells = [c[column] for column in _COLUMNS]
         print(f"| {row} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")

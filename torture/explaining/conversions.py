@@ -17,7 +17,7 @@ from torture.explaining.models import F32, FAMILIES, Array, Model
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<=[._/])\d+(?=[._/:]|$)|(?<=\bh)\d+|(?<=_l)\d+")
 
 
 def slot(name: str) -> str:
@@ -45,11 +45,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Slip:
-    """A mistake in one step: the step, the mistake, and the tensor that it is made with."""
+    """A mistake in one step: the step, the mistake, and the tensors that suffer it."""
 
     step: str
     mistake: str
-    origin: str
+    origins: tuple[str, ...]
 
 
 @dataclass
@@ -91,9 +91,9 @@ class Conversion:
         self, step: str, origin: str, right: Callable[[], Array], **wrong: Callable[[], Array]
     ) -> Array:
         """Do a step as it should be done, or with the mistake of this run."""
-        self.slips += [Slip(step, mistake, origin) for mistake in wrong]
+        self.slips += [Slip(step, mistake, (origin,)) for mistake in wrong]
         slip = self.slip
-        if slip is not None and (slip.step, slip.origin) == (step, origin):
+        if slip is not None and slip.step == step and origin in slip.origins:
             return wrong[slip.mistake]()
         return right()
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 EMBEDDING = re.compile(r".*(embed|wte|shared\.|lm_head|token_embd|tok_embeddings)")
 #: Smallest number of siblings that show how one of them should be.
 SIBLINGS = 4
+# Smallest number of siblings of which two may suffer the same mistake.
+_FOR_TWO = 6
 #: Kinds that only siblings show.
 AMONG_SIBLINGS = {"transposed, unlike its siblings"}
 _FOR_VOCABULARIES = {"vocabulary cut off"}
@@ -245,19 +247,23 @@ def _candidates(kind: str, numbers: Numbers, rng: Rng) -> Iterator[str]:
 
 
 def draw_slip(slips: list[Slip], rng: Rng) -> Slip | None:
-    """Draw a mistake in one step that at least three siblings of its tensor did not suffer."""
+    """Draw a mistake in one step of one or two tensors, which most siblings did not suffer."""
     groups: dict[tuple[str, str, str], list[Slip]] = {}
     for slip in slips:
-        groups.setdefault((slip.step, slip.mistake, slot(slip.origin)), []).append(slip)
-    by_mistake: dict[str, list[Slip]] = {}
+        groups.setdefault((slip.step, slip.mistake, slot(slip.origins[0])), []).append(slip)
+    by_mistake: dict[str, list[list[Slip]]] = {}
     for (_, mistake, _), members in groups.items():
         if len(members) >= SIBLINGS:
-            by_mistake.setdefault(mistake, []).extend(members)
+            by_mistake.setdefault(mistake, []).append(members)
     if not by_mistake:
         return None
     mistakes = sorted(by_mistake)
-    chosen = by_mistake[mistakes[rng.integers(len(mistakes))]]
-    return chosen[rng.integers(len(chosen))]
+    groups_of_mistake = by_mistake[mistakes[rng.integers(len(mistakes))]]
+    members = groups_of_mistake[rng.integers(len(groups_of_mistake))]
+    count = 2 if len(members) >= _FOR_TWO and rng.random() < 0.3 else 1
+    chosen = [members[index] for index in rng.choice(len(members), count, replace=False)]
+    origins = tuple(origin for slip in chosen for origin in slip.origins)
+    return Slip(chosen[0].step, chosen[0].mistake, origins)
 
 
 def damage_stored(kind: str, tensors: list[Stored], rng: Rng) -> set[str]:

@@ -37,6 +37,8 @@ class Verdict:
     #: Undamaged tensors that are not explained, in layouts that are searched, and in others.
     open: list[str] = field(default_factory=list)
     open_unsearched: list[str] = field(default_factory=list)
+    #: Explained tensors whose `rel_l2` is not that of the elements that belong together.
+    mismeasured: list[str] = field(default_factory=list)
     seconds: float = 0.0
     #: How long it took without explanations; 0 if that was not measured.
     plain: float = 0.0
@@ -86,6 +88,7 @@ def judge(pair: Pair, folder: Path, *, is_timed: bool = False) -> Verdict:
     sentence = str(comparison.attrs["explanation"])
     if pair.damaged and sentence.lower().startswith("all"):
         verdict.all_right = sentence[:160]
+    verdict.mismeasured = _mismeasured(pair, outcomes, table["rel_l2"].to_dict())
     verdict.open = sorted(n for n in pair.searched if outcomes.get(n) != EXPLAINED)
     verdict.open_unsearched = sorted(n for n in pair.unsearched if outcomes.get(n) != EXPLAINED)
     return verdict
@@ -117,6 +120,26 @@ def _check_damage(
     lost = sorted(pair.damaged - stored_names)
     verdict.unnamed = [n for n in verdict.unnamed if n not in lost
                        or not all(_has_copy(a, o) for o in pair.origins.get(n, ()))]  # fmt: skip
+
+
+def _mismeasured(pair: Pair, outcomes: dict[str, str], measures: dict[str, float]) -> list[str]:
+    """Return undamaged tensors whose error was measured between elements of other places."""
+    names = []
+    for tensor in pair.tensors:
+        name, origins = tensor.target.name, tensor.target.origins
+        is_plain = len(origins) == 1 and name in pair.searched and not pair.is_reversed
+        if not is_plain or outcomes.get(name) != EXPLAINED:
+            continue
+        before = pair.model.tensors[origins[0]].astype(np.float64)
+        intended = tensor.target.values.astype(np.float64)
+        norm = float(np.sqrt(np.square(before).sum()))
+        if before.size != intended.size or not np.isclose(np.linalg.norm(intended), norm, 1e-6):
+            continue
+        error = float(np.linalg.norm(tensor.numbers.astype(np.float64) - intended))
+        measured = [measures[row] for row in (origins[0], name) if row in measures]
+        if not any(np.isclose(m, error / norm if norm else 0, 0.01, 1e-9) for m in measured):
+            names.append(name)
+    return names
 
 
 def _has_copy(tensors: dict[str, Any], name: str) -> bool:

@@ -164,8 +164,9 @@ def _damaged(
         if slip is None:
             return None
         again = _chained(_convert(seed, converter, model, slip), pair.chain)
-        damage = Damage(kind, "step", {slip.origin}, slip)
-        return damage, [store(tensor, pair.store) for tensor in again], {slip.origin}
+        origins = set(slip.origins)
+        damage = Damage(kind, "step", origins, slip)
+        return damage, [store(tensor, pair.store) for tensor in again], origins
     if kind == MISSING:
         if not pair.tensors:
             return None
