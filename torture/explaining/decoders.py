@@ -52,9 +52,7 @@ def _gguf(c: Conversion) -> None:
     mapped = get_tensor_name_map(arch, sizes.layers)
 
     def rename(name: str) -> str:
-        names = [name, f"vision_tower.{name}"]
-        first, second = (mapped.get_name(n, try_suffixes=(".weight", ".bias")) for n in names)
-        return first or second or ""
+        return mapped.get_name(name, try_suffixes=(".weight", ".bias")) or ""
 
     _gguf_groups(c, rename)
     for name in c.names:
@@ -93,11 +91,16 @@ def _gguf_groups(c: Conversion, rename: Any) -> None:
         c.put(rename(f"{match[1]}.v_b_proj.weight"), values, match[0], is_apart=True)
 
 
+def _in_tower(model: Model) -> None:
+    """Name encoders of images as parts of a model of language and images."""
+    model.tensors = {f"vision_tower.{name}": values for name, values in model.tensors.items()}
+
+
 for _family in _GGUF_FAMILIES:
     _name = f"gguf {_family}"
-    CONVERTERS[_name] = Converter(
-        _name, (_family,), _gguf, architecture=_IN_GGUF.get(_family, _family)
-    )
+    _arch = _IN_GGUF.get(_family, _family)
+    _prepare = _in_tower if _arch == "mmproj" else None
+    CONVERTERS[_name] = Converter(_name, (_family,), _gguf, _prepare, _arch)
 
 # --- names of other projects ----------------------------------------------------------------------
 
@@ -272,7 +275,9 @@ def _megatron_ranks(c: Conversion) -> None:
     c.is_apart = False
     for match in c.matching(r".*(o_proj|down_proj|embed_tokens|lm_head)\.weight"):
         axis = 0 if "embed" in match[0] or "head" in match[0] else 1
-        for rank, part in enumerate(np.array_split(c[match[0]], 2, axis)):
+        if c[match[0]].shape[axis] % 2:
+            continue
+        for rank, part in enumerate(np.split(c[match[0]], 2, axis)):
             c.put(f"mp_rank_{rank:02}.{_MEGATRON(match[0])}", part, match[0])
     c.rest(_MEGATRON)
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _BERTS = ("bert", "vit", "siglip", "clip")
 _NORM = r"(\.(?:\w*[nN]orm\w*|layrnorm|ln_\w|bn\d?|layer_norm\d?)(?:\.\d+)?)\.weight$"
-_FLAX = renaming((_NORM, r"\1.scale"), (r"(embeddings?|embed\w*|shared)\.weight$", r"\1.embedding"),
+_FLAX = renaming((_NORM, r"\1.scale"), (r"patch_embedding\.weight$", "patch_embedding.kernel"),
+                 (r"(embeddings?|embed\w*|shared)\.weight$", r"\1.embedding"),
                  (r"weight$", "kernel"), (r"running_", ""), (r"\.(\d+)\.", r".\1."),
                  (r"\.", "/"), ("^", "params/"))  # fmt: skip
 
@@ -33,6 +34,7 @@ def _flax(c: Conversion) -> None:
 def _flax_numbered(c: Conversion) -> None:
     """Put the numbers of layers behind underscores."""
     rename = renaming((r"\.?\blayers?\.(\d+)", r".layers_\1"), (_NORM, r"\1.scale"),
+                      (r"patch_embedding\.weight$", "patch_embedding.kernel"),
                       (r"(embed\w*)\.weight$", r"\1.embedding"), (r"weight$", "kernel"),
                       (r"\.", "/"))  # fmt: skip
     c.linear(rename)
