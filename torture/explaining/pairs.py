@@ -32,7 +32,7 @@ from torture.explaining.damages import (
 from torture.explaining.elements import ONE
 from torture.explaining.exchanges import MANY
 from torture.explaining.models import F32, Array, Model, draw_model
-from torture.explaining.storing import Store, Stored, allowance, draw_store, store
+from torture.explaining.storing import TYPES, Store, Stored, allowance, draw_store, store
 
 #: All converters, in an order that does not depend on imports.
 NAMES = sorted(CONVERTERS)
@@ -243,6 +243,11 @@ def _can_tell(pair: Pair, wrong: Stored, right: Stored, numbers: Array, expected
         bound = allowance(wrong)
         intended = right.target.values.astype(F32)
         if np.any(bound) and not (~(np.abs(numbers - intended) <= bound)).any():
+            return False
+        if not wrong.blocks and any(
+            np.array_equal(wrong.data, intended.astype(dtype).astype(wrong.data.dtype))
+            for dtype in TYPES.values()
+        ):  # as if rounded twice
             return False
         difference = np.abs(numbers - expected)
         share = np.count_nonzero(difference) / numbers.size
