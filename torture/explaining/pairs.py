@@ -44,7 +44,7 @@ _STEPS = ("module.", "_orig_mod.", "model.", "net.", ".w", _PADDED)
 #: If more elements than this share differ a little, a first model of a coarse type may be a copy.
 _FEW = 0.5
 #: Converters with numbers for names: exchanged tensors only have their names in another order.
-_ANONYMOUS = {"onnx": "onnx::", "keras numbered convolutions": ""}
+_ANONYMOUS = {"onnx": "onnx::", "keras numbered convolutions": "", "pipeline stages": ""}
 _QUERIES = re.compile(r".*([qk]_proj|query|key|wq|wk|attn_[qk]|\.[qk])\b")
 #: Kinds that are another order of parts, if the tensor has parts.
 _OF_PARTS = ("halves of the rows exchanged", "gates exchanged", "rows shifted by one")
