@@ -112,7 +112,7 @@ def test_explanations_have_several_lines_in_a_narrow_terminal(
     table = lines[start : next(n for n, line in enumerate(lines) if "too narrow" in line)]
     assert "explanation" in table[0]
     words = " ".join(line[40:] for line in table[2:]).split()
-    assert " ".join(words[words.index("100") :]).startswith("100 % of the elements differ")
+    assert " ".join(words[words.index("270") :]).startswith("270 of 270 elements differ (100 %)")
     assert "for outcome" in out
     assert max(map(len, table)) <= 80
 

@@ -46,7 +46,7 @@ def every_block(name: str) -> list[Block]:
     kinds = ("name", "pattern", "tree", "text", "word", "status", "key")
     fields = [Field(name, kind) for kind in kinds]
     fields += [Field("n", kind) for kind in ("number", "count", "size", "share", "bar")]
-    numbers = [1.5, 2, 3, Share(1, 2), Share(1, 2)]
+    numbers: list[Cell] = [1.5, 2, 3, Share(1, 2), Share(1, 2)]
     row: list[Cell] = [*[name] * len(kinds), *numbers]
     return [
         Heading(name, level=1),

@@ -78,7 +78,7 @@ def made(rows: int, columns: int, seed: int) -> Made:  # noqa: C901, PLR0915  a 
         model.parameters[name] = parameters
 
     def rename(cause: str, a: Array, b: Array, **parameters: Any) -> None:
-        name = f"renamed_{cause}"
+        name = f"renamed_{cause}" + (".q_proj" if "rope" in cause else "")
         causes = f"renamed+{cause}" if cause else "renamed"
         add(f"{name}.a", a, None, causes, other_names=f"{name}.b", **parameters)
         add(f"{name}.b", None, b, causes, other_names=f"{name}.a", **parameters)
@@ -116,17 +116,24 @@ def made(rows: int, columns: int, seed: int) -> Made:  # noqa: C901, PLR0915  a 
     add("transposed.offset", x, x.T + f32(1), "transposed+offset", offset=1.0)
     add("transposed.scaled", x, x.T * f32(0.25), "transposed+scaled", scale=0.25)
     add("transposed.permuted", x, x[order].T, "transposed+rows_permuted")
-    add("transposed.rope", x, rope(x, 2).T, "transposed+rope_permuted", heads=2)
+    add("transposed.rope.q_proj", x, rope(x, 2).T, "transposed+rope_permuted", heads=2)
     add("permuted", x, x[order], "rows_permuted")
     add("permuted.rounded", x, x[order].astype(np.float16), "rows_permuted+rounded")
     add("permuted.offset", x, x[order] + f32(1), "rows_permuted+offset", offset=1.0)
     add("permuted.scaled", x, x[order] * f32(8), "rows_permuted+scaled", scale=8.0)
     for heads in (1, 2, 4):
-        add(f"rope.{heads}", x, rope(x, heads), "rope_permuted", heads=heads)
-        add(f"rope.{heads}.back", rope(x, heads), x, "rope_permuted", heads=heads)
-    add("rope.bias", x[:, 0].copy(), rope(x[:, 0].copy(), 2), "rope_permuted", heads=2)
-    add("rope.rounded", x, bf(rope(x, 2)), "rope_permuted+rounded", heads=2)
-    add("rope.scaled", x, rope(x, 2) * f32(0.125), "rope_permuted+scaled", heads=2, scale=0.125)
+        add(f"rope.{heads}.q_proj", x, rope(x, heads), "rope_permuted", heads=heads)
+        add(f"rope.{heads}.back.q_proj", rope(x, heads), x, "rope_permuted", heads=heads)
+    add("rope.bias.q_proj", x[:, 0].copy(), rope(x[:, 0].copy(), 2), "rope_permuted", heads=2)
+    add("rope.rounded.q_proj", x, bf(rope(x, 2)), "rope_permuted+rounded", heads=2)
+    add(
+        "rope.scaled.q_proj",
+        x,
+        rope(x, 2) * f32(0.125),
+        "rope_permuted+scaled",
+        heads=2,
+        scale=0.125,
+    )
     x = new()
     add("padded", x, np.pad(x, ((0, 5), (0, 0))), "padded")
     add("padded.columns", x, np.pad(x, ((0, 0), (0, 3))), "padded")

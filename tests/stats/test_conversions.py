@@ -180,16 +180,25 @@ class TestOffset:
         assert table.loc["token_embd.weight", "outcome"] == "explained"
 
     @pytest.mark.parametrize(
-        ("module", "outcome"),
-        [("mlp.up_proj", "changed"), ("pre_feedforward_layernorm", "explained")],
+        ("architecture", "outcome"), [("llama", "changed"), ("gemma2", "explained")]
     )
-    def test_norm_offset_needs_names_of_such_a_model(self, module: str, outcome: str) -> None:
-        ours = {"layers.0.norm.weight": model("gemma")["model.norm.weight"],
-                f"layers.0.{module}.weight": np.arange(9, dtype=np.float32)}  # fmt: skip
-        theirs = ours | {"layers.0.norm.weight": ours["layers.0.norm.weight"] + np.float32(1)}
+    def test_norm_offset_needs_names_of_such_a_model(self, architecture: str, outcome: str) -> None:
+        names = ["self_attn.q_proj", "input_layernorm", "post_attention_layernorm"]
+        if architecture == "gemma2":
+            names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        rng = np.random.default_rng(0)
+        ours = {
+            f"model.layers.{layer}.{n}.weight": rng.standard_normal(
+                (64, 64) if "proj" in n else 64
+            ).astype(np.float32)
+            for layer in range(3)
+            for n in names
+        }
+        name = "model.layers.0.input_layernorm.weight"
+        theirs = ours | {name: ours[name] + np.float32(1)}
         table = xckpt.table(xckpt.compare(ours, theirs, explain=True))
-        assert table.loc["layers.0.norm.weight", "outcome"] == outcome
-        assert table.loc["layers.0.norm.weight", "cause"] == "offset"
+        assert table.loc[name, "outcome"] == outcome
+        assert table.loc[name, "cause"] == "offset"
 
 
 class TestAmbiguity:

@@ -91,7 +91,7 @@ class TestCause:
         assert sentences["0/padded"] == "equal after adding 5 rows of zeros"
         assert sentences["0/pruned"].startswith("b is a where b is not 0, which ")
         assert sentences["0/transposed.rounded"] == "b is a rounded to bfloat16, after transposing"
-        assert sentences["0/rope.4"] == (
+        assert sentences["0/rope.4.q_proj"] == (
             "equal after permuting rows as for rotary embeddings (4 heads, halves interleaved)"
         )
         assert sentences["0/fused.whole"] == (
@@ -141,7 +141,8 @@ class TestSingleChangedElement:
         assert (row["outcome"], row["cause"]) == ("changed", "changed")
         assert not row["verified"]
         assert row["explanation"] == (
-            "looks like: b is a rounded to bfloat16 for 99.95 % of the elements"
+            "looks like: b is a rounded to bfloat16 for 99.95 % of the elements, "
+            "and not for 1 of 2,000"
         )
 
 
@@ -202,7 +203,7 @@ class TestResult:
         body = " ".join(lines[1:])
         assert body.startswith(result.attrs["explanation"])
         assert " in a" in body.removeprefix(result.attrs["explanation"])
-        few = ds.ckpt.compare(both[1], explain=True, tensors="0/rope.scaled")
+        few = ds.ckpt.compare(both[1], explain=True, tensors="0/rope.scaled.q_proj")
         body = " ".join(repr(few.ckpt).splitlines()[1:])
         assert body.startswith(few.attrs["explanation"])
         assert "cause" in body.removeprefix(few.attrs["explanation"])

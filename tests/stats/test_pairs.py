@@ -37,7 +37,7 @@ from xckpt.arrays.streams import (
 )
 from xckpt.comparison import MEASURES, compare
 from xckpt.comparison.comparing import compare_pairs
-from xckpt.comparison.measures import Comparison, measures_of
+from xckpt.comparison.measure import Comparison, measures_of
 from xckpt.comparison.pairs import pair_of, stored_pair
 from xckpt.errors import CheckpointError
 from xckpt.index import Part

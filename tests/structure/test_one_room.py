@@ -42,7 +42,6 @@ ALLOWED = {
     },
     "names of one tensor in two projects": {
         *("labels/conventions.py", "comparison/explaining/names.py"),
-        "comparison/explaining/architectures.py",
     },
 }
 #: Modules that take a name apart without its structure, by the reason.

@@ -7,6 +7,6 @@ the order in which two are read (`arrangements`), `measures` and `cells` sum up 
 """
 
 from xckpt.comparison.comparing import compare
-from xckpt.comparison.measures import MEASURES
+from xckpt.comparison.measure import MEASURES
 
 __all__ = ["MEASURES", "compare"]

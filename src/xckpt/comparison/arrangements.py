@@ -7,7 +7,9 @@ requested elements, so that tensors of any size are compared piece by piece.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +40,11 @@ class Step:
     def words(self) -> str:
         """The change in words, to follow "after"."""
         raise NotImplementedError
+
+    @property
+    def done(self) -> str:
+        """The result in words: "transposed"."""
+        return self.cause
 
     @property
     def is_across(self) -> bool:
@@ -81,10 +88,10 @@ class Transposed(Step):
 
     def read(self, array: Any, box: Box) -> Array:
         places = np.argsort(self.axes)
-        return _read(array, tuple([box[place] for place in places])).transpose(self.axes)
+        return read_box(array, tuple([box[place] for place in places])).transpose(self.axes)
 
 
-class _Permutation(Step):
+class Permutation(Step):
     """Rows or columns in another order."""
 
     __slots__ = ()
@@ -106,17 +113,17 @@ class _Permutation(Step):
     def read(self, array: Any, box: Box) -> Array:
         rows = self.positions(array.shape[self.axis])[box[self.axis]]
         if not len(rows):
-            return _read(array, box)
+            return read_box(array, box)
         first, stop = int(rows.min()), int(rows.max()) + 1
         before, after = box[: self.axis], box[self.axis + 1 :]
         if stop - first > 2 * len(rows) and not isinstance(array, View):
             return _loaded(array[(*before, rows, *after)])
-        values = _read(array, (*before, slice(first, stop), *after))
+        values = read_box(array, (*before, slice(first, stop), *after))
         return np.take(values, rows - first, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
-class RopePermuted(_Permutation):
+class RopePermuted(Permutation):
     """Rows are permuted as for rotary embeddings: the halves of each head are interleaved."""
 
     axis: int
@@ -130,6 +137,11 @@ class RopePermuted(_Permutation):
         heads = counted(self.heads, "head")
         return f"permuting {self.lines} as for rotary embeddings ({heads}, {change})"
 
+    @property
+    def done(self) -> str:
+        heads = counted(self.heads, "head")
+        return f"{self.lines} permuted as for rotary embeddings ({heads})"
+
     def positions(self, length: int) -> Array:
         half = length // self.heads // 2
         head = (half, 2) if self.undone else (2, half)
@@ -140,7 +152,7 @@ class RopePermuted(_Permutation):
 
 
 @dataclass(frozen=True, slots=True)
-class Permuted(_Permutation):
+class Permuted(Permutation):
     """Rows are in an arbitrary order, which describes a difference without explaining it."""
 
     axis: int
@@ -190,7 +202,7 @@ class Padded(Step):
         missing = [
             (b.stop - b.start) - (s.stop - s.start) for b, s in zip(box, inside, strict=True)
         ]
-        padded: Array = np.pad(_read(array, inside), [(0, n) for n in missing])
+        padded: Array = np.pad(read_box(array, inside), [(0, n) for n in missing])
         return padded
 
 
@@ -206,7 +218,7 @@ class Cropped(Step):
 
     def read(self, array: Any, box: Box) -> Array:
         moved = [slice(s.start + n, s.stop + n) for s, n in zip(box, self.start, strict=True)]
-        return _read(array, tuple(moved))
+        return read_box(array, tuple(moved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +237,146 @@ class Truncated(Step):
         return self.after
 
     def read(self, array: Any, box: Box) -> Array:
-        return _read(array, box)
+        return read_box(array, box)
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped(Step):
+    """The same elements, in C order, with other axes."""
+
+    before: Shape
+    after: Shape
+    cause = "reshaped"
+
+    @property
+    def words(self) -> str:
+        return f"reshaping {self.before} to {self.after}"
+
+    def inverse(self) -> Reshaped:
+        return Reshaped(self.after, self.before)
+
+    def shape(self, before: Shape) -> Shape:
+        return self.after
+
+    def read(self, array: Any, box: Box) -> Array:
+        groups = list(_groups_of_axes(self.before, self.after))
+        runs = [_Run.of(self.before[a], self.after[b], box[b]) for a, b in groups]
+        key: list[Any] = [part for run in runs for part in run.box]
+        # If one axis becomes several, read only the selected positions of it.
+        is_split = not isinstance(array, View) and len(key) == len(runs)
+        for axis, run in enumerate(runs):
+            if is_split and run.positions is not None and run.size > 2 * len(run.positions):
+                key[axis] = run.positions
+                runs[axis] = replace(
+                    run, size=len(run.positions), inner=slice(None), positions=None
+                )
+                break
+        values = read_box(array, tuple(key)).reshape([run.size for run in runs])
+        for axis, run in enumerate(runs):
+            if run.positions is not None:
+                values = np.take(values, run.positions - run.start, axis)
+            else:
+                inner = (*[slice(None)] * axis, run.inner)
+                values = values[inner]
+        return values.reshape([s.stop - s.start for s in box])
+
+
+def _groups_of_axes(before: Shape, after: Shape) -> Iterator[tuple[slice, slice]]:
+    """Yield the smallest groups of neighbouring axes that have equally many elements."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first, second = i, j
+        n = m = 1
+        is_begun = False
+        while n != m or not is_begun:
+            is_begun = True
+            if (n <= m and i < len(before)) or j >= len(after):
+                n, i = n * before[i], i + 1
+            else:
+                m, j = m * after[j], j + 1
+        yield slice(first, i), slice(second, j)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run of elements of a group of axes that covers a box of the group after reshaping."""
+
+    box: Box
+    #: First element of the run and their number.
+    start: int
+    size: int
+    #: Part of the run, if the box is contiguous; else the positions of its elements.
+    inner: slice
+    positions: Array | None
+
+    @classmethod
+    def of(cls, before: Shape, after: Shape, box: Box) -> _Run:
+        """Return the shortest run of whole rows that covers a box."""
+        extents = [s.stop - s.start for s in box]
+        low = _ravel([s.start for s in box], after)
+        high = _ravel([s.stop - 1 for s in box], after) + 1
+        source: list[slice] = []
+        first, last, start, weight = low, high - 1, 0, prod(before)
+        for extent in before:
+            weight //= extent
+            i, j = first // weight, last // weight
+            source.append(slice(i, j + 1))
+            start += i * weight
+            if i != j:
+                source += [slice(0, n) for n in before[len(source) :]]
+                break
+            first, last = first - i * weight, last - j * weight
+        size = prod([s.stop - s.start for s in source])
+        positions = None
+        if prod(extents) != high - low:
+            grids = np.ix_(*[np.arange(s.start, s.stop) for s in box])
+            flat: Any = np.ravel_multi_index(grids, after)
+            positions = flat.reshape(-1)
+        return cls(tuple(source), start, size, slice(low - start, high - start), positions)
+
+
+def _ravel(index: Sequence[int], shape: Shape) -> int:
+    position = 0
+    for n, extent in zip(index, shape, strict=True):
+        position = position * extent + n
+    return position
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouped(Permutation):
+    """Queries, keys and values of groups of heads, one group after the other, are separated."""
+
+    axis: int
+    groups: int
+    #: Rows of the queries, keys and values of a group.
+    rows: tuple[int, ...]
+    is_undone: bool = False
+    cause = "regrouped"
+
+    @property
+    def words(self) -> str:
+        order = "into groups" if self.is_undone else "out of groups"
+        return f"ordering queries, keys and values {order} of heads ({self.groups} groups)"
+
+    @property
+    def is_across(self) -> bool:
+        return True
+
+    def positions(self, length: int) -> Array:
+        table = np.arange(length).reshape(self.groups, sum(self.rows))
+        bounds = np.cumsum((0, *self.rows)).tolist()
+        order = np.concatenate([table[:, a:b].reshape(-1) for a, b in pairwise(bounds)])
+        return np.argsort(order) if self.is_undone else order
+
+    def inverse(self) -> Regrouped:
+        return replace(self, is_undone=not self.is_undone)
+
+
+def cropped(shape: Shape, axis: int, start: int, stop: int) -> Cropped:
+    """Return the step to a range of an axis."""
+    at = [0] * len(shape)
+    at[axis] = start
+    return Cropped(tuple(at), (*shape[:axis], stop - start, *shape[axis + 1 :]))
 
 
 class Layer(Step):
@@ -240,7 +391,7 @@ class Layer(Step):
         return (1, *before)
 
     def read(self, array: Any, box: Box) -> Array:
-        return _read(array, box[1:])[None][box[0].start : box[0].stop]
+        return read_box(array, box[1:])[None][box[0].start : box[0].stop]
 
 
 class Unstacked(Step):
@@ -252,7 +403,7 @@ class Unstacked(Step):
         return before[1:]
 
     def read(self, array: Any, box: Box) -> Array:
-        values: Array = _read(array, (slice(0, 1), *box))[0]
+        values: Array = read_box(array, (slice(0, 1), *box))[0]
         return values
 
 
@@ -323,7 +474,7 @@ class View:
             yield from self.array.ranges(...)
 
 
-def _read(array: Any, box: Box) -> Array:
+def read_box(array: Any, box: Box) -> Array:
     """Read a box of an array; a dask array stays lazy."""
     return array.step.read(array.array, box) if isinstance(array, View) else _loaded(array[box])
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.comparison.measures import MEASURES
+from xckpt.comparison.measure import MEASURES
 from xckpt.labels.filters import suggest_names
 from xckpt.statistics.tables import STATUSES
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.streams import LEAF
-from xckpt.comparison.measures import Comparison, as_floats
+from xckpt.comparison.measure import Comparison, as_floats
 from xckpt.comparison.pair_loops import compare_cells
 from xckpt.errors import shown
 from xckpt.labels.filters import suggest_names

@@ -17,20 +17,19 @@ from xckpt.comparison.cells import (
     grid_of,
     reduced_lengths,
 )
+from xckpt.comparison.classify import Places
 from xckpt.comparison.matching import matched
-from xckpt.comparison.measures import (
+from xckpt.comparison.measure import (
     MEASURES,
     PAIR_COLUMNS,
     PAIR_SUMS,
-    Comparison,
+    compare_pairs,
     measures_of,
+    measures_of_pairs,
+    summed,
 )
-from xckpt.comparison.pairs import (
-    SameBytes,
-    in_c_order,
-    pair_of,
-    stored_pair,
-)
+from xckpt.comparison.pairs import pair_of
+from xckpt.comparison.relate import relate_known
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_filters
@@ -47,18 +46,18 @@ from xckpt.scan.entries import (
     warn_of_unreadable,
 )
 from xckpt.scan.scanning import gather
-from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics import OF_CODES
 from xckpt.statistics.codes import clipping, gain_of, use_of_codes
 from xckpt.statistics.tables import STATUSES, TIED
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Unpack
 
     from xckpt.arrays.streams import ChunkedZip, Zip
     from xckpt.comparison.cells import ChannelGrid, Reduced
+    from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.comparison.merges import Merges
     from xckpt.comparison.pairs import Match
     from xckpt.datasets.tensors import OpenTensors
@@ -265,10 +264,12 @@ def compare(
         names = _names_of_arrays([a, b], sides)
     tensors = filter_of(tensors, options, ours, theirs)
     attrs_of_sides = [ours.attrs, theirs.attrs]
+    places = Places(ours.structure, theirs.structure)
     entries, rows, progress = matched(
-        *sides, names, tensors, progress=options["progress"], attrs=attrs_of_sides
+        *sides, names, tensors, progress=options["progress"], attrs=attrs_of_sides, places=places
     )
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
+    rows = relate_known(rows, places, cache=cache)
     inputs: list[_Input] = [
         (matches, entry.shape, entry.gone, None)
         for matches, entry in zip(rows, entries, strict=True)
@@ -293,7 +294,7 @@ def compare(
             )
             merges = open_merges(adapter, ours, ours_names, storage_options)
         summary = _add_explanations(
-            entries, rows, values, attrs, sides=(ours, theirs), progress=progress, merges=merges
+            entries, rows, values, attrs, places, sums, progress=progress, merges=merges
         )
     if compute:  # explanations take close tensors as changed
         values = mark_close(values, bounds)
@@ -368,13 +369,16 @@ def _add_explanations(
     rows: Sequence[Sequence[Match]],
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
+    places: Places,
+    sums: dict[str, tuple[float, ...]],
     *,
-    sides: Sequence[OpenTensors],
     progress: ProgressOption,
     merges: Merges | None,
 ) -> dict[str, str]:
     """Add explanations to the attributes of variables; return the sentence about all of them."""
-    from xckpt.comparison.explaining import Architecture, Case, explain, explained_attrs, sentence
+    from xckpt.comparison.explaining.outcome import Case, explained_attrs, sentence
+    from xckpt.comparison.explaining.passes import explain
+    from xckpt.comparison.layouts import Layouts
 
     cases = []
     for entry, matches, measured in zip(entries, rows, values, strict=True):
@@ -389,14 +393,54 @@ def _add_explanations(
         rows = compare_pairs(pairs, progress=False, cache=False)
         return [dict(zip(MEASURES, row, strict=True)) for row in rows.tolist()]
 
-    names = (name for case in cases for name in (case.match.name, case.other_name))
-    architecture = Architecture([side.attrs for side in sides], names)
-    explanations = explain(cases, architecture, measure, progress, merges)
+    explanations = explain(cases, places, measure, progress, merges, Layouts(places.structures))
+    _measure_related(entries, cases, values, explanations, sums)
     remaining = iter(explanations)
     for entry, matches, attr in zip(entries, rows, attrs, strict=True):
         entry_explanations = _fill_places(entry, [next(remaining) for _ in matches])
         attr.update(explained_attrs(entry_explanations, is_stacked=bool(entry.dims)))
     return {"explanation": sentence(cases, explanations)}
+
+
+def _measure_related(
+    entries: Sequence[Described],
+    cases: Sequence[Case],
+    values: Sequence[Any],
+    explanations: Sequence[Explanation | None],
+    sums: dict[str, tuple[float, ...]],
+) -> None:
+    """Measure the elements that belong together where the explanations have found them."""
+    others = {case.match.name: case.match.theirs for case in cases if case.status == "only_b"}
+    rows: dict[int, Sequence[float]] = {}
+    pairs: dict[int, Any] = {}
+    for n, (case, explanation) in enumerate(zip(cases, explanations, strict=True)):
+        if explanation is None or case.status == "only_b":
+            continue
+        partner = others.get(", ".join(explanation.other_names))
+        is_moved = bool(explanation.steps) or case.status == "only_a"
+        if is_moved and explanation.is_admitted and explanation.measures is not None:
+            rows[n] = explanation.measures
+        elif (
+            case.match.ours is not None
+            and partner is not None
+            and case.match.ours.array.shape == partner.array.shape
+        ):
+            pairs[n] = pair_of(case.match.ours, partner, case.match.name)
+    own_places = summed(list(pairs.values()), progress=False, cache=False)
+    rows |= zip(pairs, own_places.tolist(), strict=True)
+    columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
+    places = (
+        (array.reshape(len(MEASURES), -1), position)
+        for entry, array in zip(entries, values, strict=True)
+        for position in (
+            range(array[0].size) if entry.gone is None else np.flatnonzero(~entry.gone.ravel())
+        )
+    )
+    for n, (table, position) in enumerate(places):
+        if n in rows:
+            row = np.array([rows[n]])
+            table[1:, position] = measures_of_pairs(row)[0, 1:]
+            sums[cases[n].match.name] = tuple(row[0, columns].tolist())
 
 
 def _compare_all(
@@ -410,12 +454,16 @@ def _compare_all(
 
     `sums` receives the `PAIR_SUMS` of each tensor.
     """
-    matches = [row for rows, *_ in inputs for row in rows if row.pair is not None]
-    pairs = [row.pair for row in matches if row.pair is not None]
-    table = _summed(pairs, progress=progress, cache=cache)
+    matches = [row for rows, *_ in inputs for row in rows if row.measured is not None]
+    pairs = [row.measured for row in matches if row.measured is not None]
+    table = summed(pairs, progress=progress, cache=cache)
     columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
     sums |= zip([row.name for row in matches], map(tuple, table[:, columns].tolist()), strict=True)
-    return _by_variable(inputs, _measures_of_pairs(table), _unread)
+    measures = measures_of_pairs(table)
+    for values, row in zip(measures, matches, strict=True):
+        if row.steps:  # the status is about elements at their own positions
+            values[0] = STATUSES.index(row.status or "changed")
+    return _by_variable(inputs, measures, _unread)
 
 
 def _by_variable(
@@ -430,7 +478,7 @@ def _by_variable(
         extents = () if grid is None else grid.extents
         cells = prod(extents)
         rows = [
-            np.repeat(unread(match), cells) if match.pair is None else next(remaining)
+            np.repeat(unread(match), cells) if match.measured is None else next(remaining)
             for match in matches
         ]
         # The number of columns, which an empty tensor without cells does not show.
@@ -449,8 +497,8 @@ def _with_codes(
     cache: bool,
 ) -> list[Any]:
     """Return the arrays of variables with the statistics of the codes of `b` appended."""
-    matches = [row for rows, *_ in inputs for row in rows if row.both]
-    pairs = [row.both for row in matches if row.both]
+    matches = [row for rows, *_ in inputs for row in rows if row.sides]
+    pairs = [row.sides for row in matches if row.sides]
     table = np.array([sums[row.name] for row in matches]).reshape(-1, len(PAIR_SUMS))
     columns = dict(zip(PAIR_SUMS, table.T, strict=True))
     noise, exponent = columns["differences"], columns["exponent"]
@@ -468,46 +516,6 @@ def _with_codes(
     return [np.concatenate(arrays) for arrays in zip(values, of_codes, strict=True)]
 
 
-def compare_pairs(
-    pairs: Sequence[Zip | ChunkedZip], *, progress: ProgressOption, cache: bool
-) -> Array:
-    """Return the statistics of each pair of tensors, as rows in the order of `MEASURES`."""
-    return _measures_of_pairs(_summed(pairs, progress=progress, cache=cache))
-
-
-def _measures_of_pairs(table: Array) -> Array:
-    """Return the `MEASURES` of pairs of tensors, from rows of `PAIR_COLUMNS`."""
-    return measures_of(table[:, :-1], table[:, -1].astype(np.int64))
-
-
-def _summed(pairs: Sequence[Zip | ChunkedZip], *, progress: ProgressOption, cache: bool) -> Array:
-    """Return the `PAIR_COLUMNS` of each pair of tensors."""
-    with Progress(progress, "comparison") as bar:
-
-        def find(numbers: list[int]) -> list[list[float]]:
-            batch = [pairs[number] for number in numbers]
-            compare_bytes = partial(_with_same_bytes, batch, bar)
-            finish = lambda _, comparison: comparison.row()  # noqa: E731
-            return gather(batch, Comparison, finish, bar, cache=cache, shortcut=compare_bytes)
-
-        return rows_of(pairs, ("comparison", *PAIR_COLUMNS), len(PAIR_COLUMNS), find, enabled=cache)
-
-
-def _with_same_bytes(
-    pairs: Sequence[Zip | ChunkedZip], bar: Progress, numbers: list[int]
-) -> Iterator[tuple[int, Comparison]]:
-    """Yield comparisons of tensors that have the same stored bytes, which are not decoded."""
-    stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}
-    if not stored:
-        return
-    results = gather(list(stored.values()), SameBytes, lambda _, result: result.are_same, bar)
-    for number, are_same in zip(stored, results, strict=True):
-        if are_same:
-            comparison = Comparison.begin(pairs[number], None)
-            comparison.imply(comparison.size)
-            yield number, comparison
-
-
 # --- channels and blocks -------------------------------------------------------------------------
 
 
@@ -520,11 +528,11 @@ def _along(
     selected_rows: list[list[Match]] = []
     inputs: list[_Input] = []
     for entry, matches in zip(entries, rows, strict=True):
-        is_alone = not any(row.pair for row in matches)
+        is_alone = not any(row.measured for row in matches)
         grid = None if is_alone else grid_of(entry, lengths)
         if grid is None and not is_alone:
             continue
-        readers = [reader for row in matches for reader in row.both or ()]
+        readers = [reader for row in matches for reader in row.sides or ()]
         if any(reader.array.dtype.kind == "c" for reader in readers):
             text = f"{shown(str(entry.name))} has complex numbers, which are compared as a whole"
             warn(text)
@@ -549,9 +557,9 @@ def _compare_channels(
     pairs, grids = [], []
     for rows, *_, grid in inputs:
         for row in rows:
-            if row.both is not None and grid is not None:
-                ours, theirs = map(in_c_order, row.both)
-                pairs.append(pair_of(ours, theirs, row.name))
+            sides = row.in_place_of_a
+            if sides is not None and grid is not None:
+                pairs.append(pair_of(*sides, row.name))
                 grids.append(grid)
     with Progress(progress, "comparison") as bar:
         finish = lambda _, channels: measures_of(channels.table()).T.reshape(-1)  # noqa: E731
@@ -572,6 +580,11 @@ def _attrs_of(
         for field, key in enumerate(("other_name", "matched_by")):
             field_texts = [partner[field] if partner else "" for partner in partners]
             attr[key] = field_texts if entry.dims else field_texts[0]
+    if any(row.steps for matches in rows for row in matches):
+        for attr, entry, matches in zip(attrs, entries, rows, strict=True):
+            relations = _fill_places(entry, [row.relation for row in matches])
+            texts = [text or "" for text in relations]
+            attr["relation"] = texts if entry.dims else texts[0]
     return attrs
 
 

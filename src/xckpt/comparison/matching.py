@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from xckpt.comparison.arrangements import Transposed
 from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions
 from xckpt.comparison.explaining.search import contents, partners
 from xckpt.comparison.explaining.sketches import groups_of, sketched
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.streams import ElementStream
+    from xckpt.comparison.arrangements import Step
+    from xckpt.comparison.classify import Places
     from xckpt.comparison.explaining.search import Candidate
     from xckpt.comparison.explaining.sketches import Sketched
     from xckpt.labels import TensorFilter
@@ -44,6 +47,7 @@ def matched(
     *,
     progress: ProgressOption,
     attrs: Sequence[Mapping[Any, Any]],
+    places: Places,
 ) -> tuple[list[Described], list[list[Match]], ProgressOption]:
     """Pair the tensors of all variables; `attrs` of both sides may name tied tensors.
 
@@ -58,7 +62,7 @@ def matched(
         chosen = set(select(ours, tensors))
         candidates = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
         with Progress(progress, "matching") as bar:
-            partners = _partners({n: ours[n] for n in ours if n in chosen}, candidates, bar)
+            partners = _partners({n: ours[n] for n in ours if n in chosen}, candidates, places, bar)
         if callable(progress):
             call = progress  # continue after the bytes that matching has read
             progress = lambda done, total: call(bar.done + done, bar.done + total)  # noqa: E731
@@ -154,7 +158,10 @@ def _rows_of(
 
 
 def _partners(
-    ours: Mapping[str, ElementStream], theirs: Mapping[str, ElementStream], progress: Progress
+    ours: Mapping[str, ElementStream],
+    theirs: Mapping[str, ElementStream],
+    places: Places,
+    progress: Progress,
 ) -> dict[str, Partner]:
     """Pair tensors of two sides, after reading the numbers of tensors without a namesake."""
     pairs = {name: Partner(name, "name") for name in ours if name in theirs}
@@ -164,9 +171,9 @@ def _partners(
     )
     usual = conventions(free_a, free_b)
 
-    def take(name: str, name_of_b: str, rule: str) -> None:
+    def take(name: str, name_of_b: str, rule: str, steps: tuple[Step, ...] = ()) -> None:
         if name in free_a and name_of_b in free_b:
-            pairs[name] = Partner(name_of_b, rule)
+            pairs[name] = Partner(name_of_b, rule, steps)
             del free_a[name], free_b[name_of_b]
 
     # Read only tensors whose number of elements occurs on both sides.
@@ -174,6 +181,10 @@ def _partners(
     sizes = set.intersection(*({reader.size for reader in side} for side in sides))
     readers = {id(reader): reader for side in sides for reader in side if reader.size in sizes}
     sketches = sketched(readers, progress)
+    for number, side in enumerate(sides):
+        for reader in side:
+            if id(reader) in sketches:
+                sketches[id(reader)].is_rotary = places.is_rotary(number, reader.name)
 
     def unmatched() -> list[list[Sketched]]:
         """Return the sketches of unmatched tensors."""
@@ -182,11 +193,11 @@ def _partners(
 
     exact = _same_values(unmatched())
     shapes: dict[str, object] = {r.name: r.array.shape for r in free_b.values()}
-    rules = Rules((name, name_of_b) for name, name_of_b, _ in exact)
+    rules = Rules((name, partner.name) for name, partner in exact.items())
     broken = rules.broken(free_a, free_b, shapes, usual)
-    for name, name_of_b, rule in exact:
+    for name, partner in exact.items():
         if name not in broken:
-            take(name, name_of_b, rule)
+            take(name, *partner)
     for name, name_of_b, rule in match_names(free_a, free_b):
         # Reject a pair of a joined tensor and one of its parts.
         both = ours[name], theirs[name_of_b]
@@ -228,16 +239,17 @@ def _renamed(pairs: Mapping[str, Partner]) -> list[tuple[str, str]]:
     return [(name, partner.name) for name, partner in pairs.items() if partner.name != name]
 
 
-def _same_values(sides: Sequence[Sequence[Sketched]]) -> list[tuple[str, str, str]]:
-    """Pair tensors with the same numbers, if each side has them once; return the rules too."""
+def _same_values(sides: Sequence[Sequence[Sketched]]) -> dict[str, Partner]:
+    """Pair tensors with the same numbers, if each side has them once, by their names in `a`."""
     groups = chain.from_iterable(groups_of(sides, contents))
     copies = {id(tensor) for group in groups if len(group) > 1 for tensor in group}
-    pairs = [
-        (candidate.a.name, candidate.b.name, _rule_of(candidate))
-        for candidate in partners(*sides, extended=False)
-        if candidate.is_exact and not {id(candidate.a), id(candidate.b)} & copies
-    ]
-    return pairs + _same_elements(sides, {name for pair in pairs for name in pair[:2]})
+    pairs = {}
+    for candidate in partners(*sides, extended=False):
+        if candidate.is_exact and not {id(candidate.a), id(candidate.b)} & copies:
+            rule, steps = _rule_of(candidate), candidate.arrangement.steps
+            is_known = rule == "transposed" and all(isinstance(s, Transposed) for s in steps)
+            pairs[candidate.a.name] = Partner(candidate.b.name, rule, steps if is_known else ())
+    return pairs | _same_elements(sides, {*pairs, *(partner.name for partner in pairs.values())})
 
 
 def _rule_of(candidate: Candidate) -> str:
@@ -252,17 +264,15 @@ def _rule_of(candidate: Candidate) -> str:
 _SAME = 1 - 1e-9
 
 
-def _same_elements(
-    sides: Sequence[Sequence[Sketched]], paired: set[str]
-) -> list[tuple[str, str, str]]:
+def _same_elements(sides: Sequence[Sequence[Sketched]], paired: set[str]) -> dict[str, Partner]:
     """Pair tensors with the same numbers in any order, if no other tensor has them."""
     unpaired = ([t for t in side if not t.is_constant and t.name not in paired] for side in sides)
     groups = groups_of(unpaired, lambda t: (t.size, t.sketch.low, t.sketch.high))
-    return [
-        (a[0].name, b[0].name, _rule_of_elements(a[0], b[0]))
+    return {
+        a[0].name: Partner(b[0].name, _rule_of_elements(a[0], b[0]))
         for a, b in groups
         if len(a) == len(b) == 1 and a[0].is_like(b[0])
-    ]
+    }
 
 
 def _rule_of_elements(a: Sketched, b: Sketched) -> str:

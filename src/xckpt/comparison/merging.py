@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xckpt.comparison.measures import MEASURES, PAIR_SUMS, measures_of
+from xckpt.comparison.measure import MEASURES, PAIR_SUMS, measures_of
 from xckpt.statistics import STATUSES, tensor_names
 from xckpt.statistics.codes import MERGES as MERGES_OF_CODES
 from xckpt.statistics.grouping import Merged, by
@@ -80,7 +80,8 @@ def _merge(groups: Groups, names: Sequence[str]) -> Merged:
     columns = {
         text: groups.sum(status == code).astype(np.int64) for code, text in enumerate(STATUSES)
     }
-    is_pair = np.isin(status, [STATUSES.index("same"), STATUSES.index("changed")])
+    # Tensors of two shapes have measures if the relation between them is known.
+    is_pair = ~np.isnan(groups["equal_fraction"])
     counts = {name: np.where(is_pair, groups[name], 0.0) for name in _NEEDED[1:]}
     count, nan, inf = (groups.sum(counts[name]) for name in ("count", "nan", "inf"))
     equal = groups.sum(np.rint(counts["equal_fraction"] * counts["count"]))

@@ -24,12 +24,13 @@ from xckpt.arrays.streams import (
     SparseZip,
     Zip,
 )
-from xckpt.comparison.arrangements import Transposed, View, parts_of_view
+from xckpt.comparison.arrangements import Transposed, View, arranged, parts_of_view, undone
 from xckpt.errors import is_damage
 from xckpt.scan.scanning import Accumulator
 from xckpt.storage.local import is_mapped
 
 if TYPE_CHECKING:
+    from xckpt.comparison.arrangements import Step
     from xckpt.errors import CheckpointError
     from xckpt.typing import Array
 
@@ -54,11 +55,18 @@ def pair_of(first: ElementStream, second: ElementStream, name: str = "") -> Zip 
             else:
                 theirs = _reordered(theirs, orders[0])
         pair = Zip(ours, theirs)
-    if isinstance(pair, Zip) and first.identity is not None and second.identity is not None:
-        (our_files, *our_rest), (their_files, *their_rest) = first.identity, second.identity
-        pair.identity = ((*our_files, *their_files), len(our_files), *our_rest, *their_rest)
+    if isinstance(pair, Zip):
+        pair.identity = identity_of(first, second)
     pair.name = name
     return pair
+
+
+def identity_of(first: ElementStream, second: ElementStream, *facts: Any) -> tuple[Any, ...] | None:
+    """Return the identity of two tensors, and of other facts; None if either may change."""
+    if first.identity is None or second.identity is None:
+        return None
+    (our_files, *our_rest), (their_files, *their_rest) = first.identity, second.identity
+    return ((*our_files, *their_files), len(our_files), *our_rest, *their_rest, *facts)
 
 
 def in_c_order(reader: ElementStream) -> ElementStream:
@@ -215,6 +223,8 @@ class Partner(NamedTuple):
 
     name: str
     rule: str
+    #: Steps from the tensor of `a` to the one of `b` that the rule found.
+    steps: tuple[Step, ...] = ()
 
 
 class Match(NamedTuple):
@@ -229,6 +239,9 @@ class Match(NamedTuple):
     partner: Partner | None = None
     #: ElementStream of both tensors, if they have one shape.
     pair: Zip | ChunkedZip | None = None
+    #: The steps from the elements of `a` to those of `b`, if they are known, and the pair after it.
+    steps: tuple[Step, ...] = ()
+    related: Zip | ChunkedZip | None = None
 
     @property
     def status(self) -> str:
@@ -272,6 +285,32 @@ class Match(NamedTuple):
         """Both tensors, if they can be compared; else None."""
         ours, theirs = self.ours, self.theirs
         return None if self.pair is None or ours is None or theirs is None else (ours, theirs)
+
+    @property
+    def measured(self) -> Zip | ChunkedZip | None:
+        """The pair of elements that belong together; None if it is unknown."""
+        return self.pair if self.related is None else self.related
+
+    @property
+    def sides(self) -> tuple[ElementStream, ElementStream] | None:
+        """Both tensors in the order of `b`; None if they cannot be compared."""
+        if self.related is None or self.ours is None or self.theirs is None:
+            return self.both
+        view = arranged(self.ours.array, self.steps)
+        return reader_of_view(view, self.ours, self.name), self.theirs
+
+    @property
+    def in_place_of_a(self) -> tuple[ElementStream, ElementStream] | None:
+        """Both tensors in the order of `a`; None if they cannot be compared."""
+        if self.measured is None or self.ours is None or self.theirs is None:
+            return None
+        view = undone(self.theirs.array, self.steps)
+        return in_c_order(self.ours), reader_of_view(view, self.theirs, self.name)
+
+    @property
+    def relation(self) -> str:
+        """The steps in words; empty without steps."""
+        return " and ".join([step.done for step in self.steps])
 
     @property
     def shapes(self) -> str:

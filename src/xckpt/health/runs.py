@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from xckpt.comparison.comparing import compare_pairs
-from xckpt.comparison.measures import MEASURES
+from xckpt.comparison.measure import MEASURES
 from xckpt.comparison.pairs import pair_of
 from xckpt.datasets.tensors import run_dim
 from xckpt.errors import some

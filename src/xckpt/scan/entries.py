@@ -391,8 +391,8 @@ class _Values:
 
     def __getitem__(self, key: tuple[Any, ...]) -> Any:
         part = self.variable[key]
-        # Keys without a slice select members, which stay lazy.
-        if any(isinstance(entry, slice) for entry in key) or not part.ndim:
+        # Keys of integers only select members, which stay lazy.
+        if not all(isinstance(entry, int | np.integer) for entry in key) or not part.ndim:
             return part.data
         return _Values(part)
 

@@ -37,7 +37,7 @@ _ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "close", "change
 # Attributes of a comparison that become columns of a table, with the values for missing ones.
 #: Rule of a match with a tensor of the other side that has a name of its own: not a renaming.
 TIED = "tied"
-_PARTNERS = ("other_name", "matched_by")
+_PARTNERS = ("other_name", "matched_by", "relation")
 _IF_MISSING = dict.fromkeys(_PARTNERS, "") | {
     key: "" if key in EXPLANATION_TEXTS else np.nan for key in EXPLANATION_COLUMNS
 }

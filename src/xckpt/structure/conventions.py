@@ -323,10 +323,60 @@ def names_zero_point(param: str) -> bool:
     return _ZERO_POINT.fullmatch(_NUMBER.sub("0", param)) is not None
 
 
+_SLOTS = (
+    ("query", _words(r"q | q_(proj|einsum) | query(_proj|_dense)? | wq | to_q | attn_q")),
+    ("key", _words(r"k | k_proj | key(_proj|_dense)? | wk | to_k | attn_k")),
+    ("value", _words(r"v | v_proj | value(_proj|_dense)? | wv | to_v | attn_v")),
+    (
+        "qkv",
+        _words(
+            r"""qkv(_proj)? | w_?qkv | to_qkv | query_key_value | linear_qkv | attn_qkv
+            | in_proj(_weight|_bias)? | c_attn"""
+        ),
+    ),
+    (
+        "output",
+        _words(
+            r"o | o_proj | wo | to_out | out(_proj)? | output | linear_proj | attn_output | c_proj"
+            r" | (attention_)?output(_dense)? | dense | attn_vec_einsum"
+        ),
+    ),
+    ("query_norm", _words(r"q_(layer)?norm | attn_q_norm | query_norm")),
+    ("key_norm", _words(r"k_(layer)?norm | attn_k_norm | key_norm")),
+    ("kv_b", _words(r"kv_b_proj | attn_kv_b")),
+    ("key_b", _words(r"attn_k_b")),
+    ("value_b", _words(r"attn_v_b")),
+)
+_FEED_FORWARD = _words(r"mlp | ffn | feed_?forward")
+_SLOTS_OF_FEED_FORWARD = (
+    ("gate", _words(r"gate(_proj)? | w1 | wi_0 | ffn_gate(_exps)?")),
+    ("up", _words(r"up(_proj)? | w3 | wi_1 | ffn_up(_exps)?")),
+    ("down", _words(r"down(_proj)? | w2 | wo | ffn_down(_exps)?")),
+    ("gate_up", _words(r"gate_up(_proj)? | gate_and_up_projs? | linear_fc1 | ffn_gate_up_exps")),
+)
+
+
 def slot_by_name(name: str) -> str:
     """Return the place of a tensor in the architecture; empty if the path does not tell."""
-    modules = split_name(name)[:-1]
-    return "attention" if any(map(_ATTENTION.fullmatch, modules)) else ""
+    words = split_name(name)
+    has_param = _PARAM.search(name) is not None or names_bias(words[-1])
+    modules = words[:-1] if has_param else words
+    path = [word for word in modules if not (word.isdigit() or word == "norms")]
+    module = path[-1] if path else ""
+    if any(map(names_experts, words[:-1])):
+        role = _role_of_module(module, _SLOTS_OF_FEED_FORWARD)
+        return f"expert.{role}" if role else ""
+    if any(map(_FEED_FORWARD.fullmatch, words[:-1])):
+        role = _role_of_module(module, _SLOTS_OF_FEED_FORWARD)
+        return f"ffn.{role}" if role else ""
+    if not any(map(_ATTENTION.fullmatch, words[:-1])):
+        return ""
+    role = _role_of_module(module, _SLOTS)
+    return f"attention.{role}" if role else "attention"
+
+
+def _role_of_module(module: str, slots: Iterable[tuple[str, re.Pattern[str]]]) -> str:
+    return next((role for role, words in slots if words.fullmatch(module)), "")
 
 
 def names_experts(name: str) -> bool:

@@ -70,6 +70,9 @@ class Structure(Roles, Mapping[str, TensorInfo]):
     def __getitem__(self, name: str) -> TensorInfo:
         return self._info(self.described(name))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
@@ -355,6 +358,10 @@ class Structure(Roles, Mapping[str, TensorInfo]):
     def is_bias(self, name: str) -> bool:
         """Return whether a tensor is the bias of its module."""
         return conventions.names_bias(self.param(name))
+
+    def is_kernel(self, name: str) -> bool:
+        """Return whether a tensor is a kernel of Flax or Keras, whose inputs come first."""
+        return split_leaf(name)[2] == "kernel"
 
     def is_variance(self, name: str) -> bool:
         """Return whether a tensor is a running variance."""

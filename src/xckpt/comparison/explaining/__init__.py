@@ -5,9 +5,3 @@ and suggests `arrangements`, which are views of the same numbers in other places
 picks relations that fit a sample (`causes`, `quantised_causes`), and tests them on every element.
 `outcome` decides the outcome of each tensor, and words it.
 """
-
-from xckpt.comparison.explaining.architectures import Architecture
-from xckpt.comparison.explaining.outcome import CAUSES, Case, explained_attrs, sentence
-from xckpt.comparison.explaining.passes import explain
-
-__all__ = ["CAUSES", "Architecture", "Case", "explain", "explained_attrs", "sentence"]

@@ -103,6 +103,11 @@ class Relation:
         """Describe how one side derives from the other; `zeros` is the share of zeros in it."""
         raise NotImplementedError
 
+    @property
+    def done(self) -> str:
+        """The change in a few words, such as "rounded to bfloat16"; empty for equal numbers."""
+        return "quantised"
+
 
 # --- element by element ---------------------------------------------------------------------------
 
@@ -160,6 +165,16 @@ class Elementwise(Relation):
             share = f", which {percent(zeros)} of its elements are" if zeros else ""
             text += f" where {result} is not 0{share}"
         return f"{result} is {text}" if text != source else f"{result} is equal to {source}"
+
+    @property
+    def done(self) -> str:
+        """The change in a few words, such as "rounded to bfloat16"; empty for equal numbers."""
+        transform = self.transform
+        facts = [f"{transform.offset:+.9g}"] if transform.offset else []
+        facts += [f"* {transform.scale:.9g}"] if transform.scale != 1.0 else []
+        facts += ["pruned"] if self.masked else []
+        facts += [f"rounded to {transform.types[-1]}"] if "rounded" in self.causes else []
+        return ", ".join(facts)
 
     @staticmethod
     def suspected(sample: SampledPairs) -> Iterator[tuple[float, Elementwise]]:  # noqa: C901  one search

@@ -40,7 +40,7 @@ def misplaced(work: Work) -> Explanations:
     for n, (link, steps) in work.try_arrangements(pairs).items():
         if link.relation is None:
             continue
-        done = related(work.architecture, link, link.relation, steps)
+        done = related(work.places, link, link.relation, steps)
         if done.outcome != "explained":
             continue
         detail = "" if done.causes == ("equal",) else f" ({done.text})"
@@ -99,7 +99,7 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
                 links.append((n, Link((a.name, b.name), [order]), (*best.steps[:position], added)))
     examine([link for _, link, _ in links], work.bar)
     return {
-        n: replace(related(work.architecture, link, link.relation, steps), holds=False)
+        n: replace(related(work.places, link, link.relation, steps), holds=False)
         for n, link, steps in links
         if link.relation is not None
     }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -18,8 +19,10 @@ from xckpt.comparison.arrangements import (
     undone,
 )
 from xckpt.comparison.explaining.joints import Joint, JointPart, joints_between
-from xckpt.comparison.explaining.names import analogous, out_of_order
+from xckpt.comparison.explaining.names import analogous, out_of_order, spelled
 from xckpt.comparison.explaining.outcome import Explanation, quoted, related, unlike
+from xckpt.comparison.explaining.search import contents
+from xckpt.comparison.explaining.sketches import groups_of
 from xckpt.comparison.explaining.verification import Link, Side, examine
 from xckpt.comparison.explaining.work import ALONE
 
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.work import Explanations, Work
 
 _SIDES = ("a", "b")
+# Pairs of wholes and parts up to which the parts of every whole are searched, and wholes beyond it.
+_MOST_PAIRS, _MOST_SEARCHED = 50_000, 16
+_MOST_SIBLINGS = 4  # of a whole, whose analogy is tried
 _NOT_IN_ORDER = "not in the order of its siblings"
 
 
@@ -44,9 +50,17 @@ def joined(work: Work) -> Explanations:
         if len(parts) < 2 or not wholes:
             continue
         ours, theirs = work.sketch(wholes, side), work.sketch(parts, 1 - side)
-        likely = joints_between(
-            list(ours.values()), list(theirs.values()), parts_are_padded=not side
-        )
+        twins = {
+            tensor.number
+            for group in groups_of([ours.values(), theirs.values()], contents)
+            if len(group[0]) == len(group[1]) == 1
+            for tensor in (*group[0], *group[1])
+        }
+        varied = [
+            [t for t in tensors.values() if not t.is_constant and t.number not in twins]
+            for tensors in (ours, theirs)
+        ]
+        likely = joints_between(_representatives(*varied), varied[1], parts_are_padded=not side)
         explanations |= _explained(work, likely, side)
         explanations |= _explained(
             work,
@@ -59,6 +73,16 @@ def joined(work: Work) -> Explanations:
             side,
         )
     return explanations
+
+
+def _representatives(wholes: list[Sketched], parts: list[Sketched]) -> list[Sketched]:
+    """Return the wholes to search the parts of; analogy finds those of their siblings."""
+    if len(wholes) * len(parts) <= _MOST_PAIRS:
+        return wholes
+    by_form: dict[str, list[Sketched]] = defaultdict(list)
+    for whole in wholes:
+        by_form[spelled(whole.name).template].append(whole)
+    return [whole for form in by_form.values() for whole in form[:2]][:_MOST_SEARCHED]
 
 
 def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
@@ -104,7 +128,7 @@ def _link(work: Work, joint: Joint, member: JointPart, side: int) -> Link:
     names = (part.name, whole.name)
     if not side:
         orders, names = [order[::-1] for order in orders], names[::-1]
-    return Link(names, orders, work.architecture.offset(names), is_padded)
+    return Link(names, orders, work.places.offset(names), is_padded)
 
 
 def _place(joint: Joint, member: JointPart) -> tuple[int, ...]:
@@ -139,7 +163,7 @@ def _explanations(
             causes, text = (cause, "changed"), f"{head}; {unlike(link)}"
             explanations[number] = Explanation(causes, text, holds=False, other_names=(whole.name,))
             continue
-        explanation = related(work.architecture, link, link.relation, (*joint.steps, *member.steps))
+        explanation = related(work.places, link, link.relation, (*joint.steps, *member.steps))
         if _is_padded(joint, member):
             is_equal = explanation.causes == ("equal",)
             text = "equal after adding zeros" if is_equal else explanation.text
@@ -177,9 +201,13 @@ def _by_analogy(
 ) -> list[Joint]:
     """Return joints with the names of verified siblings, such as of biases that are all zero."""
     free, analogies = {part.name: part for part in parts}, []
+    siblings: dict[str, list[Joint]] = defaultdict(list)
+    for joint_side, joint in work.joints:
+        if joint_side == side:
+            siblings[_stem(joint.whole.name)].append(joint)
     for whole in wholes:
-        for joint_side, joint in work.joints:
-            names = analogous(joint.order, whole.name) if joint_side == side else None
+        for joint in siblings[_stem(whole.name)][:_MOST_SIBLINGS]:
+            names = analogous(joint.order, whole.name)
             if names is None or not all(name in free for name in names):
                 continue
             analogy = _analogy(joint, whole, [free[name] for name in names])
@@ -189,6 +217,10 @@ def _by_analogy(
                     del free[name]
                 break
     return analogies
+
+
+def _stem(name: str) -> str:
+    return spelled(name).template.rpartition(".")[0]
 
 
 def _analogy(joint: Joint, whole: Sketched, parts: Sequence[Sketched]) -> Joint | None:

@@ -148,7 +148,7 @@ def _joints_of(
             yield Joint(whole, axis, tuple(members))
             continue
         plain = _Parts(oriented, axis, are_permuted=False)
-        for (heads, is_undone), order in rope_orders(len(along)).items():
+        for (heads, is_undone), order in rope_orders(len(along)).items() if whole.is_rotary else ():
             members = _walk(along[order], plain)
             if members and all(member.is_alike for member in members):
                 step = RopePermuted(axis, heads, is_undone)
@@ -241,7 +241,7 @@ class _Parts:
                 steps += [(RopePermuted(self.axis, *key),) for key in rope_orders(n)]
                 segments = segment[inverse_orders(n)] if len(steps) > 1 else segments
             scores = np.where(is_free[:, None], self.tables[n] @ segments.T, -1.0)
-            scores[[oriented.is_trimmed for oriented in group], 1:] = -1.0
+            scores[[o.is_trimmed or not o.part.is_rotary for o in group], 1:] = -1.0
             # Prefer the part without a permutation.
             plain = float(scores[:, 0].max())
             row, order = divmod(int(np.argmax(scores)), len(steps))

@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import accumulate, combinations, pairwise, takewhile
+from itertools import accumulate, combinations, pairwise, product, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.labels.conventions import match_names
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 _NUMBER = re.compile(r"(?<![^./])([0-9]{1,9})(?![^./])")
+_DIGITS = re.compile(r"[0-9]{1,9}")
 _PIECE = re.compile(r"[./]")
 _BEHIND_DOTS = re.compile(r"(?<=[./])")
 _BEFORE_DOTS = re.compile(r"(?=[./])")
@@ -44,6 +45,17 @@ _ROLES = (
 )
 # The last words of names, across projects.
 _LEAVES = (frozenset({"weight", "kernel", "gamma", "scale"}), frozenset({"bias", "beta"}))
+
+
+_ROLE_NAMES = ("query", "key", "value", "gate", "up", "down", "output")
+
+
+def role_of(name: str) -> str | None:
+    """Return the projection that the words of a name state; None without one."""
+    words = _words(name).keys()
+    roles = [role for role, words_of_role in zip(_ROLE_NAMES, _ROLES, strict=True)
+             if words_of_role & words]  # fmt: skip
+    return roles[0] if len(roles) == 1 else None
 
 
 class Spelled(NamedTuple):
@@ -175,11 +187,39 @@ class Rules:
                 numbers, numbers_of_b = self._numbers(spelled(a)), spelled(b).numbers
                 if len(numbers) == len(numbers_of_b) and numbers != numbers_of_b:
                     broken[a] = ""
+        for a in self._disordered():
+            broken.setdefault(a, "")
         for a, expected_name in self._unconventional(conventions):
             broken.setdefault(a, expected_name)
         for a, expected_name in self._exchanged(shapes):
             broken.setdefault(a, expected_name)
         return broken
+
+    def _disordered(self) -> Iterator[str]:
+        """Yield names of `a` whose number has another rank among its siblings than in `b`.
+
+        Numbers may be anywhere in a word: ``layers_3``, ``conv2d_3``, ``l3``.
+        """
+        groups: dict[object, list[tuple[str, int, int]]] = defaultdict(list)
+        for a, b in self.pairs:
+            numbers, others = (list(map(int, _DIGITS.findall(n))) for n in (a, b))
+            forms = _DIGITS.sub("0", a), _DIGITS.sub("0", b)
+            for j, k in product(range(len(numbers)), range(len(others))):
+                # Siblings have all other numbers in common.
+                rest = *numbers[:j], None, *numbers[j + 1 :], *others[:k], None, *others[k + 1 :]
+                groups[forms, rest].append((a, numbers[j], others[k]))
+        for group in groups.values():
+            names, *sides = zip(*group, strict=True)
+            if len(group) < 2 or any(len(set(side)) < len(side) for side in sides):
+                continue
+            ranks = [{n: rank for rank, n in enumerate(sorted(side))} for side in sides]
+            wrong = [
+                name
+                for name, first, second in zip(names, *sides, strict=True)
+                if ranks[0][first] != ranks[1][second]
+            ]
+            if set(sides[0]) == set(sides[1]) or len(wrong) <= len(group) / 3:
+                yield from wrong
 
     def _unconventional(self, conventions: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield names of `a` with their conventional name, if another tensor has it."""

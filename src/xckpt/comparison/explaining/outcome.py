@@ -20,6 +20,7 @@ from math import nan
 from typing import TYPE_CHECKING, Any, Literal
 
 from xckpt.comparison.arrangements import RopePermuted
+from xckpt.comparison.classify import doubt
 from xckpt.comparison.explaining.causes import percent
 from xckpt.comparison.explaining.quantised_causes import Quantised
 from xckpt.errors import CheckpointError, shown, some
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.arrangements import Step
-    from xckpt.comparison.explaining.architectures import Architecture
+    from xckpt.comparison.classify import Places
     from xckpt.comparison.explaining.causes import Relation
     from xckpt.comparison.explaining.verification import Link
     from xckpt.comparison.pairs import Match
@@ -44,6 +45,7 @@ Outcome = Literal["explained", "changed", "unmatched", "unreadable"]
 ADMITTED = frozenset(
     {
         *("equal", "renamed", "fused", "split", "transposed", "rope_permuted", "padded"),
+        *("reshaped", "regrouped"),
         *("merged", "quantised", "rounded"),
     }
 )
@@ -52,7 +54,8 @@ _ONE_SIDE = frozenset({"only_a", "only_b"})
 
 #: All causes; several are joined by "+", in this order.
 CAUSES = (
-    *("renamed", "misplaced", "fused", "split", "transposed", "rope_permuted", "rows_permuted"),
+    *("renamed", "misplaced", "fused", "split", "reshaped", "transposed"),
+    *("regrouped", "rope_permuted", "rows_permuted"),
     *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "merged", "quantised"),
     *("rounded", "equal", "changed", "only_a", "only_b", "unreadable"),
 )
@@ -100,6 +103,25 @@ class Explanation:
     heads: int | None = None
     #: Names of the tensors on the other side.
     other_names: tuple[str, ...] = ()
+    #: The relation in a few words: "transposed, rounded to bfloat16".
+    relation: str = ""
+    #: The steps from the elements of `a` to those of `b`.
+    steps: tuple[Step, ...] = ()
+    #: The `PAIR_COLUMNS` of the elements that belong together; None if they were not compared.
+    measures: tuple[float, ...] | None = None
+    #: Whether all elements are equal, which any order of them explains.
+    is_constant: bool = False
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether conversions arrange elements by such steps."""
+        return all(step.cause in {"", *ADMITTED} for step in self.steps)
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """The changes that siblings have in common, in contrast to rounding."""
+        offset = f"{self.offset:+.9g}" if self.offset else ""
+        return (*[step.done for step in self.steps], offset)
 
     @property
     def outcome(self) -> Outcome:
@@ -180,23 +202,32 @@ def _value(explanation: Explanation | None, column: str) -> Any:
 
 
 def related(
-    architecture: Architecture, link: Link, relation: Relation, steps: Sequence[Step] = ()
+    places: Places, link: Link, relation: Relation, steps: Sequence[Step] = ()
 ) -> Explanation:
     """Explain a link by a relation that holds for all elements, after steps that moved them."""
     evidence = link.evidence
+    if doubtful := doubt(link, relation):
+        return after(Explanation(("changed",), doubtful, holds=False), steps)
     zeros = 0.0 if evidence is None else evidence.zeros / max(evidence.count, 1)
     text = relation.words(zeros)
     if evidence is not None and isinstance(relation, Quantised):
         text += f"; signal to noise {evidence.decibels:.3g} dB"
-    explanation = Explanation(relation.causes or ("equal",), text)
+    done = filter(None, [*(step.done for step in steps), relation.done])
+    explanation = Explanation(
+        relation.causes or ("equal",),
+        text,
+        holds=places.admits_steps(steps, link.names),
+        relation=", ".join(done),
+        measures=None if evidence is None else tuple(evidence.measures.row()),
+        is_constant=link.is_constant,
+    )
     moved = relation.transform
     if moved.offset or moved.scale != 1.0:
         cause = "offset" if moved.offset else "scaled"
-        source, result = link.names[:: -1 if relation.backwards else 1]
         explanation = replace(
             explanation,
             causes=tuple(dict.fromkeys([cause, *explanation.causes])),
-            is_known=architecture.admits(moved, (source, result)),
+            is_known=places.admits(moved, link.names, backwards=relation.backwards),
             offset=moved.offset or None,
             scale=moved.scale if moved.scale != 1.0 else None,
         )
@@ -211,7 +242,7 @@ def after(explanation: Explanation, steps: Sequence[Any]) -> Explanation:
     done = " and ".join(step.words for step in steps)
     text = f"{explanation.text}, after {done}" if explanation.changes else f"equal after {done}"
     causes = (*dict.fromkeys(step.cause for step in steps), *explanation.changes)
-    return replace(explanation, causes=causes, text=text, heads=heads)
+    return replace(explanation, causes=causes, text=text, heads=heads, steps=tuple(steps))
 
 
 def both(a: Any, b: Any, explanation: Explanation) -> dict[int, Explanation]:
@@ -227,9 +258,11 @@ def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
     if shapes:
         text = f"the shapes {shapes} differ, and the numbers do"
     else:
-        facts = [f"{percent(1 - measures['equal_fraction'])} of the elements differ"]
+        count, share = int(measures["count"]), 1 - measures["equal_fraction"]
+        facts = [_not_finite(int(measures["nan"]), int(measures["inf"]))]
+        facts += [f"{round(share * count):,} of {count:,} elements differ ({percent(share)})"]
         facts += [f"{name} {measures[name]:.4g}" for name in ("rel_l2", "cosine")]
-        text = ", ".join(facts)
+        text = ", ".join(filter(None, facts))
     return Explanation(("changed",), text, holds=False)
 
 
@@ -244,8 +277,23 @@ def unlike(link: Link, steps: Sequence[Step] = ()) -> str:
     if link.likely is None:
         return "the numbers differ"
     share, relation = link.likely
+    damage = ""
+    if link.evidence is not None:
+        measures, count = link.evidence.measures, link.evidence.count
+        off = count - round(share * count)
+        damage = f", and not for {off:,} of {count:,}"
+        nonfinite = _not_finite(measures.nan, measures.inf)
+        damage += f"; {nonfinite}" if nonfinite else ""
     done = f", after {' and '.join(step.words for step in steps)}," if steps else ""
-    return f"looks like: {relation.words(0.0)}{done} for {percent(share)} of the elements"
+    return f"looks like: {relation.words(0.0)}{done} for {percent(share)} of the elements{damage}"
+
+
+def _not_finite(nan: int, inf: int) -> str:
+    """Return the numbers of elements that are NaN or infinite on one side; empty without any."""
+    counts = [(nan, "NaN"), (inf, "infinite")]
+    return " and ".join(
+        [f"{n:,} {'is' if n == 1 else 'are'} {t} on one side" for n, t in counts if n]
+    )
 
 
 # --- all tensors ----------------------------------------------------------------------------------

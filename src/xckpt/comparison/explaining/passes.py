@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xckpt.comparison.arrangements import arranged
+from xckpt.comparison.classify import unlike_siblings
+from xckpt.comparison.explaining.conversions import converted, partly_converted
 from xckpt.comparison.explaining.describing import described, misplaced, tied
 from xckpt.comparison.explaining.joining import joined
 from xckpt.comparison.explaining.outcome import Explanation, related, unreadable
@@ -16,34 +19,38 @@ from xckpt.comparison.explaining.renaming import expected, renamed
 from xckpt.comparison.explaining.search import ALIKE, arrangements
 from xckpt.comparison.explaining.verification import Link, Side, examine
 from xckpt.comparison.explaining.work import Work
+from xckpt.comparison.layouts import tiled
 from xckpt.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from xckpt.comparison.explaining.architectures import Architecture
+    from xckpt.comparison.classify import Places
     from xckpt.comparison.explaining.outcome import Case
     from xckpt.comparison.explaining.work import Compare, Explanations
+    from xckpt.comparison.layouts import Layouts
     from xckpt.comparison.merges import Merges
     from xckpt.progress import ProgressOption
 
 
-def explain(
+def explain(  # noqa: PLR0917
     cases: Sequence[Case],
-    architecture: Architecture,
+    places: Places,
     compare: Compare,
     progress: ProgressOption,
     merges: Merges | None = None,
+    layouts: Layouts | None = None,
 ) -> list[Explanation | None]:
     """Return an explanation for each case; None if it was not compared."""
     with Progress(progress, "explanation") as bar:
-        work = Work(cases, architecture, compare, bar)
+        work = Work(cases, places, compare, bar, layouts)
         if merges is not None:
             # Before all others: a tensor that is equal on both sides is not merged.
             work.explanations |= merges.explain(cases, bar)
         for find in PASSES:
             for n, explanation in find(work).items():
                 work.explanations.setdefault(n, explanation)
+        work.explanations |= unlike_siblings(cases, work.explanations, places, work.verify)
     return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]
 
 
@@ -74,17 +81,33 @@ def in_place(work: Work) -> Explanations:
     """Explain tensors whose elements keep their positions: rounded, quantised, with an offset."""
     for n in work.open:
         case = work.cases[n]
-        if case.match.both is not None and case.match.size:
-            ours, theirs = case.match.both
+        ours, theirs = case.match.ours, case.match.theirs
+        if case.match.measured is not None and ours is not None and theirs is not None:
+            if not case.match.size:
+                continue
             names = (case.match.name, case.other_name or case.match.name)
-            order = (Side.whole(ours), Side.whole(theirs))
-            work.in_place[n] = Link(names, [order], work.architecture.offset(names))
+            view = arranged(ours.array, case.match.steps)
+            order = (Side.of(view, ours), Side.whole(theirs))
+            work.in_place[n] = Link(names, [order], work.places.offset(names))
     examine(list(work.in_place.values()), work.bar)
+    by_tiles = {n: link for n in work.in_place if (link := _by_tiles(work, n)) is not None}
+    examine(list(by_tiles.values()), work.bar, certain=True)
+    work.in_place |= {n: link for n, link in by_tiles.items() if link.relation is not None}
     return work.settled({
-        n: related(work.architecture, link, link.relation)
+        n: related(work.places, link, link.relation, work.cases[n].match.steps)
         for n, link in work.in_place.items()
         if link.relation is not None
     })  # fmt: skip
+
+
+def _by_tiles(work: Work, n: int) -> Link | None:
+    """Return a link between tiles with one scale each; None for explained or other tensors."""
+    link = work.in_place[n]
+    steps = tiled(tuple(link.orders[0][0].view.shape))
+    if link.relation is not None or not steps or not work.is_aligned(n):
+        return None
+    ours, theirs = (Side(arranged(side.view, steps), side.tensor) for side in link.orders[0])
+    return Link(link.names, [(ours, theirs)], link.offset)
 
 
 def moved(work: Work) -> Explanations:
@@ -99,7 +122,7 @@ def moved(work: Work) -> Explanations:
         chains = [chain for chain in arrangements(a, b) if chain.score >= ALIKE / 2]
         pairs.append((n, a, b, [chain for chain in chains if chain.steps and not chain.is_cut]))
     return work.settled({
-        n: related(work.architecture, link, link.relation, steps)
+        n: related(work.places, link, link.relation, steps)
         for n, (link, steps) in work.try_arrangements(pairs).items()
         if link.relation is not None
     })  # fmt: skip
@@ -111,9 +134,11 @@ PASSES: tuple[Callable[[Work], Explanations], ...] = (
     # tensors that have a partner by name
     equal,
     in_place,
+    converted,
     moved,
     # tensors that only one side has
     joined,
+    partly_converted,
     renamed,
     expected,
     # faults, and descriptions of unexplained tensors

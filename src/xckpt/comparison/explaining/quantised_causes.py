@@ -11,7 +11,12 @@ import numpy as np
 
 from xckpt.arrays.compiling import compiled, inlined, within
 from xckpt.comparison.explaining.causes import LIKELY, Relation, SampledPairs
-from xckpt.comparison.explaining.quantisers import OF_BLOCKS, REPEATED, possible_quantisers
+from xckpt.comparison.explaining.quantisers import (
+    OF_BLOCKS,
+    REPEATED,
+    TableQuantiser,
+    possible_quantisers,
+)
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, UNCHANGED, Transform
 
 if TYPE_CHECKING:
@@ -54,6 +59,12 @@ class Quantised(Relation):
         """Elements of a block of the earlier quantiser, 1 without one."""
         return OF_BLOCKS[self.earlier].block if self.earlier else 1
 
+    @property
+    def done(self) -> str:
+        """The change in a few words."""
+        offset = f"{self.transform.offset:+.9g}, " if self.transform.offset else ""
+        return f"{offset}quantised to {self.scheme.upper()}"
+
     def before(self, x: Array) -> Array:
         """Apply the changes that precede the quantiser to whole blocks."""
         values = self.transform(x)
@@ -88,6 +99,9 @@ class Requantised(Quantised):
     def count_matches(self, x: Array, y: Array) -> int:
         """Count the pairs in whole blocks for which the relation holds."""
         quantiser, values = OF_BLOCKS[self.scheme], self.before(x)
+        if isinstance(quantiser, TableQuantiser):
+            held = quantiser.holds_after(values, y, Transform(types=self.after))
+            return int(np.count_nonzero(held))
         if self.after:
             rounded = Transform(types=self.after)(quantiser.round_trip(values))
             return int(np.count_nonzero(rounded == y))
@@ -116,7 +130,7 @@ class Requantised(Quantised):
         for name, change, after in product(names, _before_quantisers(sample, offset), ends):
             relation = Requantised(name, *change, after=after)
             block = relation.block
-            x, y = sample.first(_IN_BLOCKS, block)
+            x, y = sample.first(max(_IN_BLOCKS, block), block)
             # The first block rules most quantisers out.
             is_possible = len(x) and relation.count_matches(x[:block], y[:block]) == block
             if is_possible and relation.count_matches(x, y) == len(x):

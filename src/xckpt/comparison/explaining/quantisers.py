@@ -146,6 +146,77 @@ def _microscaled(blocks: Array) -> tuple[Array, Array, Array]:
     return 2 * levels, scale / 2, F32(0) * scale
 
 
+class TableQuantiser(Quantiser):
+    """A quantiser whose levels are the numbers of a table, times the scale of a block."""
+
+    def round_trip(self, x: Array) -> Array:
+        """Quantise whole blocks, and return the decoded numbers."""
+        blocks = np.ascontiguousarray(x, F32).reshape(-1, self.block)
+        with np.errstate(all="ignore"):
+            levels, scale, _ = self.repeat(blocks)
+            numbers: Array = (scale * levels).reshape(-1)
+        return numbers
+
+    def holds_after(self, x: Array, y: Array, rounded: Callable[[Array], Array]) -> Array:
+        """Return a mask of the elements that quantising `x`, and then rounding, turns into `y`."""
+        blocks = np.ascontiguousarray(x, F32).reshape(-1, self.block)
+        values = np.ascontiguousarray(y, F32).reshape(blocks.shape)
+        with np.errstate(all="ignore"):
+            levels, scale, _ = self.repeat(blocks)
+            exact = rounded((scale * levels).reshape(-1)).reshape(blocks.shape)
+            is_held = values == exact
+            if not is_held.all():
+                # Numbers in the middle of two levels may be rounded to either.
+                table, inverse = _TABLES[self.name], _inverse(scale)
+                chosen = table[_nearest(table, values * inverse)]
+                decoded = rounded((scale * chosen).reshape(-1)).reshape(blocks.shape)
+                error = np.abs(blocks * inverse - chosen)
+                least = np.abs(blocks * inverse - levels)
+                is_held |= (values == decoded) & (error <= least * (1 + _TIE))
+        flat: Array = is_held.reshape(-1)
+        return flat
+
+
+def _nearest(table: Array, values: Array) -> Array:
+    return np.searchsorted((table[1:] + table[:-1]) / 2, values)
+
+
+def _of_table(name: str) -> Callable[[Array], tuple[Array, Array, Array]]:
+    """Return a quantiser that maps the number farthest from zero to the largest level."""
+
+    def repeat(blocks: Array) -> tuple[Array, Array, Array]:
+        table = _TABLES[name]
+        scale = np.abs(_largest(blocks)) / table[-1]
+        levels = table[_nearest(table, np.where(scale == 0, F32(0), blocks / scale))]
+        return levels, scale, F32(0) * scale
+
+    return repeat
+
+
+def _float8_values() -> Array:
+    values = np.arange(256, dtype=np.uint8).view(kind_named("float8_e4m3fn").dtype).astype(F32)
+    return np.unique(values[np.isfinite(values)])
+
+
+_TABLES = {
+    # The quantiles of a normal distribution; QLoRA, appendix E (arxiv.org/abs/2305.14314).
+    "nf4": np.array(
+        [
+            *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+            *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+            *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+            *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+        ],
+        F32,
+    ),
+    "float8_e4m3fn": _float8_values(),
+}
+#: Quantisers of single floats with a scale for each block, most levels last. A block of float8 is
+#: a tile of 128 rows and columns, in the order of `layouts.tiled`.
+BY_TABLE = (
+    TableQuantiser("nf4", 64, _of_table("nf4"), 16),
+    TableQuantiser("float8_e4m3fn", 128 * 128, _of_table("float8_e4m3fn"), 256),
+)
 REPEATED = (
     Quantiser("q8_0", 32, _symmetric(127), 127),
     Quantiser("q4_0", 32, _signed(8), 8),
@@ -157,7 +228,9 @@ REPEATED = (
     Quantiser("mxfp4", 32, _microscaled, 24),
 )
 #: Quantisers by type of block. TQ1_0 has the numbers of TQ2_0 in fewer bits.
-OF_BLOCKS = {quantiser.name: quantiser for quantiser in REPEATED} | {"tq1_0": REPEATED[5]}
+OF_BLOCKS = {quantiser.name: quantiser for quantiser in (*REPEATED, *BY_TABLE)} | {
+    "tq1_0": REPEATED[5]
+}
 
 # Elements of the shortest block, which show whether numbers are evenly spaced.
 _SHORTEST = 32
@@ -180,9 +253,16 @@ def possible_quantisers(y: Array, rounded_to: str) -> list[str]:
         size = np.maximum(np.abs(block), _SMALLEST_NORMAL)
         allowed = error * (2 * size + 4 * np.abs(low)) / step
         is_uneven = np.any(np.abs(codes - np.rint(codes)) > allowed, axis=1)
-    return [
+    tables = [quantiser.name for quantiser in BY_TABLE if _has_few_levels(y, quantiser)]
+    return tables + [
         quantiser.name for quantiser, uneven in zip(REPEATED, is_uneven, strict=True) if not uneven
     ]
+
+
+def _has_few_levels(y: Array, quantiser: Quantiser) -> bool:
+    """Return whether the first block has as few distinct numbers as a quantiser has levels."""
+    block = y[: quantiser.block]
+    return len(block) == quantiser.block and len(np.unique(block)) <= quantiser.steps
 
 
 # --- levels of stored scales ----------------------------------------------------------------------

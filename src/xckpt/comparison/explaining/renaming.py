@@ -58,7 +58,7 @@ def renamed(work: Work) -> Explanations:
             explanations |= _misplaced(a, b, broken[a.name])
         elif link.relation is not None:
             explanations |= work.settled(
-                both(a, b, related(work.architecture, link, link.relation, steps))
+                both(a, b, related(work.places, link, link.relation, steps))
             )
     return explanations
 
@@ -115,7 +115,7 @@ def expected(work: Work) -> Explanations:
         if link.relation is None:
             failed.append((a, b, link, steps))
         else:
-            explanations |= both(a, b, related(work.architecture, link, link.relation, steps))
+            explanations |= both(a, b, related(work.places, link, link.relation, steps))
     return work.settled(explanations) | _changed(work, failed)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
-from itertools import permutations, product
+from itertools import chain, permutations, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,12 +40,12 @@ SURE = 0.95
 _SCREENED = 512
 # The most candidates per tensor that pass the screening.
 _CLOSER = 6
+# The most pairs of tensors of one shape that are screened together.
+_MOST_PAIRS = 1 << 20
 _MOST_AXES = 4
 # Sizes of heads to try first; similar rows may fit several.
 _USUAL_HEADS = (128, 64, 256, 80, 96, 32, 16)
 _SMALLEST_HEAD = 4
-# The longest axis for which two permutations, one after the other, are tried.
-_TWICE = 512
 # Score of rows in an arbitrary order, and the numbers of rows for which it is searched.
 _SHUFFLED = 0.9
 _FEWEST_ROWS, _MOST_ROWS = 8, 1 << 16
@@ -67,15 +67,22 @@ class StepChain(NamedTuple):
 
 
 def arrangements(a: Sketched, b: Sketched) -> list[StepChain]:
-    """Return arrangements that may turn `a` into `b`, best first."""
+    """Return arrangements that may turn `a` into `b`, best first.
+
+    Rows are permuted as for rotary embeddings only in queries and keys.
+    """
     likely = []
     if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
-        chains = (_along_axes(a, b, axes) for axes in permutations(range(len(a.shape))))
+        has_heads = are_rotary(a.is_rotary, b.is_rotary)
+        chains = (
+            _along_axes(a, b, axes, has_heads=has_heads)
+            for axes in permutations(range(len(a.shape)))
+        )
         likely = [chain for chain in chains if chain is not None]
     return sorted(likely, key=lambda chain: -chain.score)
 
 
-def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> StepChain | None:
+def _along_axes(a: Sketched, b: Sketched, axes: Shape, *, has_heads: bool) -> StepChain | None:
     shape = tuple([a.shape[axis] for axis in axes])
     sizes = list(zip(shape, b.shape, strict=True))
     is_padded = all(n <= m for n, m in sizes)
@@ -88,9 +95,11 @@ def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> StepChain | None:
         x, y = a.along[axes[axis]], b.along[axis]
         if min(n, m) < 2 or x is None or y is None:
             continue
-        score, early, late = _along_axis(x, y, axis)
+        score, early, late = _along_axis(x, y, axis, has_heads=has_heads)
         if np.isnan(score):
             continue
+        # Only one axis has heads.
+        has_heads = has_heads and not any(isinstance(s, RopePermuted) for s in (*early, *late))
         before += early
         after += late
         weight = float(min(n, m, 64))
@@ -104,7 +113,9 @@ def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> StepChain | None:
     return StepChain(total / weights if weights else 0.0, (*steps, *after))
 
 
-def _along_axis(x: Array, y: Array, axis: int) -> tuple[float, list[Step], list[Step]]:
+def _along_axis(
+    x: Array, y: Array, axis: int, *, has_heads: bool
+) -> tuple[float, list[Step], list[Step]]:
     """Return the agreement of sums, and permutations before and after padding with zeros."""
     n, m = len(x), len(y)
     score = agreement(x, y[:n]) if n <= m else agreement(x[:m], y)
@@ -112,11 +123,11 @@ def _along_axis(x: Array, y: Array, axis: int) -> tuple[float, list[Step], list[
         # Equal sums carry no information.
         return score, [], []
     best: tuple[float, list[Step], list[Step]] = (score, [], [])
-    if n <= m and score < SURE:
+    if has_heads and n <= m and score < SURE:
         steps, score = permuted(x, y[:n], axis)
         if score > best[0]:
             best = score, steps, []
-    if n < m and best[0] < SURE:
+    if has_heads and n < m and best[0] < SURE:
         steps, score = permuted(np.pad(x, (0, m - n)), y, axis)
         if score > best[0]:
             return score, [], steps
@@ -155,35 +166,19 @@ def agreement(x: Array, y: Array) -> float:
 
 
 def permuted(x: Array, y: Array, axis: int) -> tuple[list[Step], float]:
-    """Return one or two permutations for rotary embeddings that agree best, and the agreement."""
+    """Return the permutation for rotary embeddings that agrees best, and the agreement."""
+    orders = rope_orders(len(x))
+    if not orders:
+        return [], -1.0
     [first, second] = standardised([x, y], len(x))
-    best: tuple[list[Step], float] = ([], -1.0)
-    for number in (1, 2) if len(x) <= _TWICE else (1,):
-        keys, orders = _chained_orders(len(x), number)
-        if not keys:
-            continue
-        scores = first[orders] @ second
-        at = int(np.argmax(scores))
-        if scores[at] > best[1] + 0.05 * (number - 1):
-            best = [RopePermuted(axis, *key) for key in keys[at]], float(scores[at])
-        if best[1] >= SURE:
-            break
-    return best
+    scores = [float(first[order] @ second) for order in orders.values()]
+    best = int(np.argmax(scores))
+    return [RopePermuted(axis, *list(orders)[best])], scores[best]
 
 
-@lru_cache(maxsize=8)
-def _chained_orders(length: int, number: int) -> tuple[list[tuple[tuple[int, bool], ...]], Array]:
-    """Return the distinct orders after a number of permutations, and the keys of these."""
-    orders: dict[bytes, tuple[tuple[tuple[int, bool], ...], Array]] = {}
-    for keys in product(rope_orders(length).items(), repeat=number):
-        order = np.arange(length)
-        for _, step in keys:
-            order = order[step]
-        if number > 1 and np.array_equal(order, np.arange(length)):
-            continue  # one undoes the other
-        orders.setdefault(order.tobytes(), (tuple([key for key, _ in keys]), order))
-    table = np.array([order for _, order in orders.values()], np.int64).reshape(-1, length)
-    return [keys for keys, _ in orders.values()], table
+def are_rotary(*sides: bool | None) -> bool:
+    """Return whether tensors may be queries or keys, from what is known of each."""
+    return any(sides) and False not in sides
 
 
 @lru_cache(maxsize=64)
@@ -267,9 +262,14 @@ def _candidates(
     for side, tensors_of_shape in zip(sides, by_shape, strict=True):
         for tensor in side:
             tensors_of_shape[tensor.shape].append(tensor)
-    for (shape, ours_of_shape), (shape_of_b, theirs_of_shape) in product(
-        *(group.items() for group in by_shape)
+    kinds: tuple[dict[Shape, list[Shape]], ...] = (defaultdict(list), defaultdict(list))
+    for shapes_of_kind, group in zip(kinds, by_shape, strict=True):
+        for shape in group:
+            shapes_of_kind[(len(shape),) if is_extended else tuple(sorted(shape))].append(shape)
+    for shape, shape_of_b in chain.from_iterable(
+        product(shapes, kinds[1].get(kind, ())) for kind, shapes in kinds[0].items()
     ):
+        ours_of_shape, theirs_of_shape = by_shape[0][shape], by_shape[1][shape_of_b]
         is_permuted = sorted(shape) == sorted(shape_of_b)
         if len(shape) != len(shape_of_b) or is_permuted == is_extended:
             continue
@@ -299,6 +299,9 @@ def _screened(
 ) -> Iterator[tuple[Sketched, Sketched]]:
     """Yield pairs whose sums along some axis agree in order."""
     first, second = ours[0].shape, theirs[0].shape
+    if len(ours) * len(theirs) > _MOST_PAIRS and not is_extended:
+        yield from _nearest(ours, theirs)
+        return
     scores = np.full((len(ours), len(theirs)), -1.0)
     for n, m in ((n, m) for n in range(len(first)) for m in range(len(second))):
         sizes = first[n], second[m]
@@ -322,6 +325,16 @@ def _screened(
         at = int(np.argmax(scores[:, column]))
         if scores[at, column] >= ALIKE:
             yield ours[at], b
+
+
+def _nearest(ours: list[Sketched], theirs: list[Sketched]) -> Iterator[tuple[Sketched, Sketched]]:
+    """Yield pairs with similar sums of squares, which rounding and permutations hardly change."""
+    ordered = sorted(theirs, key=lambda tensor: float(tensor.sketch.totals[1]))
+    squares = np.array([tensor.sketch.totals[1] for tensor in ordered])
+    for a in ours:
+        place = int(np.searchsorted(squares, a.sketch.totals[1]))
+        for b in ordered[max(0, place - _CLOSER) : place + _CLOSER]:
+            yield a, b
 
 
 def standardised(vectors: Sequence[Array | None], length: int) -> Array:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.compiling import compiled
-from xckpt.comparison.measures import as_floats
+from xckpt.comparison.measure import as_floats
 from xckpt.comparison.pairs import in_c_order
 from xckpt.scan.scanning import Accumulator, gather
 
@@ -166,6 +166,8 @@ class Sketched:
         self.name = reader.name
         self.shape: Shape = tuple(reader.array.shape)
         self.size = prod(self.shape)
+        #: Whether rotary embeddings turn its rows; None if it is unknown.
+        self.is_rotary: bool | None = None
         #: Sums of the rows of the matrix, or None; rows are the first axis, or the first two.
         self.rows = sketch.rows
         #: Sums of the columns of the matrix, or None.

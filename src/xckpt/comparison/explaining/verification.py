@@ -20,7 +20,8 @@ from xckpt.comparison.explaining.quantised_causes import (
     suspect_quantised,
 )
 from xckpt.comparison.explaining.quantisers import graded
-from xckpt.comparison.measures import as_floats
+from xckpt.comparison.explaining.rounding import FRACTION_BITS, Transform
+from xckpt.comparison.measure import Comparison, as_floats
 from xckpt.comparison.pairs import pair_of, reader_of_view
 from xckpt.scan.scanning import Accumulator, gather
 from xckpt.storage.limits import cpu_count
@@ -47,6 +48,8 @@ _CORRELATED = 4096
 _RELATED = 0.5
 # The least number of distinct values that shows a type other than the stored one.
 _FEWEST_VALUES = 3
+# The least number of values that show a grid.
+_FEWEST_VARIED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ class Link:
     evidence: RelationCounts | None = None
     #: Share of the sample for which the first relation holds.
     share: float = 0.0
+    #: Type that represents nearly all numbers of the finer side; empty for none.
+    grid: str = ""
 
     @property
     def is_constant(self) -> bool:
@@ -143,9 +148,17 @@ class RelationCounts(Accumulator):
     # Blocks of quantised elements are in one leaf.
     leaf = LEAF
 
-    def __init__(self, kinds: tuple[str, str], relations: tuple[Relation, ...]) -> None:
-        self.kinds = kinds
+    def __init__(
+        self, measures: Comparison, relations: tuple[Relation, ...], grid: str = ""
+    ) -> None:
+        self.kinds = measures.kinds
         self.relations = relations
+        self.grid = Transform(types=(grid,)) if grid else None
+        self.measures = measures
+        #: Numbers of the finer side that the grid does not represent.
+        self.off_grid = 0
+        #: Elements that are equal and not zero; counted for quantised tensors only.
+        self.equal = self.filled = 0
         self.count = 0
         self.matches = np.zeros(len(relations), np.int64)
         #: Zeros in the derived side; counted only if the first relation is masked.
@@ -155,13 +168,15 @@ class RelationCounts(Accumulator):
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> RelationCounts:
-        """Return empty counts for a reader of pairs; the argument is the relations."""
-        return cls(reader.kinds, argument)
+        """Return empty counts for a reader of pairs; the argument is the relations and a grid."""
+        return cls(Comparison.begin(reader, None), *argument)
 
     def update(self, start: int, *columns: Array) -> None:
         """Add pairs."""
         count = len(columns[0])
         self.count += count
+        plain = [np.ascontiguousarray(c["value"]) if c.dtype.names else c for c in columns]
+        self.measures.update(start, *plain)
         block = max(relation.block for relation in self.relations)
         # Elements outside whole blocks stay unverified.
         first = min(count, -start % block)
@@ -189,8 +204,14 @@ class RelationCounts(Accumulator):
                     self.matches += count
                     break
                 self.matches[number] += count
+            if self.grid is not None:
+                fine = y if backwards else x
+                self.off_grid += int(np.count_nonzero(self.grid(fine) != fine))
             if self.relations[0].causes == ("quantised",):
                 u, v = (values["value"] if values.dtype.names else values for values in (x, y))
+                is_filled = u != 0
+                self.filled += int(np.count_nonzero(is_filled))
+                self.equal += int(np.count_nonzero(is_filled & (u == v)))
                 difference = u - v
                 self.noise += float(np.dot(difference, difference))
                 self.signal += float(np.dot(u, u))
@@ -199,6 +220,7 @@ class RelationCounts(Accumulator):
         """Add pairs of zeros that neither side stores."""
         self.count += zeros
         self.zeros += zeros
+        self.measures.imply(zeros)
         block = np.zeros(max(relation.block for relation in self.relations), np.float32)
         for number, relation in enumerate(self.relations):
             if relation.count_matches(block, block) == len(block):
@@ -211,6 +233,15 @@ class RelationCounts(Accumulator):
         self.zeros += other.zeros
         self.noise += other.noise
         self.signal += other.signal
+        self.off_grid += other.off_grid
+        self.equal += other.equal
+        self.filled += other.filled
+        self.measures.merge(other.measures)
+
+    def close(self) -> RelationCounts:
+        """Add what the measures have in the memory of this thread."""
+        self.measures.close()
+        return self
 
     @property
     def decibels(self) -> float:
@@ -227,7 +258,7 @@ def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> N
         list(threads.map(_suggest, links) if len(links) > 1 else map(_suggest, links))
     tested = [link for link in links if link.relations and (not certain or link.share == 1.0)]
     pairs: list[Any] = [link.pair for link in tested]
-    arguments = [link.relations for link in tested]
+    arguments = [(link.relations, link.grid) for link in tested]
     results = gather(pairs, RelationCounts, lambda _, counts: counts, bar, arguments=arguments)
     for link, evidence in zip(tested, results, strict=True):
         link.evidence = evidence
@@ -239,17 +270,18 @@ def _suggest(link: Link) -> None:
         pair = pair_of(ours.reader(link.names[0]), theirs.reader(link.names[0]), link.names[0])
         if not ours.size or INEXACT & set(pair.kinds):
             return
-        sample = _sample(pair, ours, theirs)
+        sample = sample_of(pair, ours, theirs)
         if order == 0:
-            link.correlation = _correlation(sample.x, sample.y)
+            link.correlation = correlation_of(sample.x, sample.y)
         graded_pair = _graded_pair(ours, theirs, link.names[0])
-        graded_sample = None if graded_pair is None else _sample(graded_pair, ours, theirs)
+        graded_sample = None if graded_pair is None else sample_of(graded_pair, ours, theirs)
         relations = _suspect(sample, graded_sample, link.offset)
         is_graded = bool(relations) and isinstance(relations[0], WithinScales)
         # Graded relations hold for their whole sample.
         share = 1.0 if is_graded else _share_of(relations, sample)
         if relations and (share > link.share or not link.relations):
             link.relations, link.order, link.share = relations, order, share
+            link.grid = _grid_of(sample, relations[0])
             link.pair = graded_pair if is_graded else pair
         if share == 1.0:
             break
@@ -264,6 +296,24 @@ def _graded_pair(ours: Side, theirs: Side, name: str) -> Zip | ChunkedZip | None
     return None
 
 
+def _grid_of(sample: SampledPairs, relation: Relation) -> str:
+    """Return the type that represents nearly all numbers of the side that is rounded."""
+    if "rounded" not in relation.causes:
+        return ""
+    side = sample.reverse if relation.backwards else sample
+    finite = side.x[np.isfinite(side.x)]
+    # Zeros, powers of two and the like are numbers of any type.
+    mantissas = np.frexp(finite)[0] * 8
+    varied = finite[mantissas != np.rint(mantissas)]
+    bits = FRACTION_BITS.get(side.kinds[0], 0)
+    for name in ("float8_e4m3fn", "bfloat16", "float16"):
+        if FRACTION_BITS[name] < bits and len(varied) >= _FEWEST_VARIED:
+            is_on = Transform(types=(name,))(varied) == varied
+            if np.count_nonzero(is_on) >= LIKELY * len(varied):
+                return name
+    return ""
+
+
 def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:
     """Return the share of a sample for which the first relation holds."""
     if not relations:
@@ -273,7 +323,7 @@ def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:
         return relations[0].count_in(*pairs) / max(1, len(sample.x))
 
 
-def _sample(pair: Zip | ChunkedZip, ours: Side, theirs: Side) -> SampledPairs:
+def sample_of(pair: Zip | ChunkedZip, ours: Side, theirs: Side) -> SampledPairs:
     """Return pairs of elements as floats, from the beginning and the middle of the tensors."""
     blocks: list[tuple[Any, ...]] = []
     if isinstance(pair, ChunkedZip):
@@ -322,7 +372,7 @@ def _suspect(
         if plain:
             # Elements outside the sample may have been set to zero.
             return *plain, *(replace(relation, masked=True) for relation in plain)
-        is_related = not _correlation(thin.x, thin.y) < _RELATED
+        is_related = not correlation_of(thin.x, thin.y) < _RELATED
         quantised = suspect_quantised(sample, graded, offset) if is_related else None
         if quantised is not None and _is_shown(quantised, sample):
             return (quantised,)
@@ -355,7 +405,7 @@ def _is_shown(relation: Relation, sample: SampledPairs) -> bool:
     return is_stated or len(np.unique(side.y)) >= _FEWEST_VALUES
 
 
-def _correlation(x: Array, y: Array) -> float:
+def correlation_of(x: Array, y: Array) -> float:
     """Estimate the correlation of two vectors from a few pairs; NaN if one side is constant."""
     few = slice(None, None, max(1, len(x) // _CORRELATED))
     x, y = x[few], y[few]

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.streams import ChunkedZip, Zip
     from xckpt.comparison.arrangements import Step
-    from xckpt.comparison.explaining.architectures import Architecture
+    from xckpt.comparison.classify import Places
     from xckpt.comparison.explaining.joints import Joint
     from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.comparison.explaining.search import StepChain
+    from xckpt.comparison.layouts import Layouts
     from xckpt.progress import Progress
 
     #: Compares pairs of tensors, and returns their measures.
@@ -38,9 +39,10 @@ class Work:
     """The cases of a comparison and the results so far, keyed by the numbers of the cases."""
 
     cases: Sequence[Case]
-    architecture: Architecture
+    places: Places
     compare: Compare
     bar: Progress
+    layouts: Layouts | None = None
     explanations: Explanations = field(default_factory=dict)
     #: Descriptions of changed tensors: relations that hold, but have causes that are not admitted.
     descriptions: Explanations = field(default_factory=dict)
@@ -52,6 +54,8 @@ class Work:
     )
     #: Joints that are explained, by the side of the whole.
     joints: list[tuple[int, Joint]] = field(default_factory=list)
+    #: Explanations of known conversions of which some pieces differ.
+    partly_held: list[Explanations] = field(default_factory=list)
 
     @property
     def open(self) -> list[int]:
@@ -76,7 +80,10 @@ class Work:
         sides = {n: match.theirs if side else match.ours for n, match in matches.items()}
         readers = {n: reader for n, reader in sides.items() if reader is not None}
         missing = {n: reader for n, reader in readers.items() if n not in sketches}
-        sketches |= sketched(missing, self.bar)
+        new = sketched(missing, self.bar)
+        for sketch in new.values():
+            sketch.is_rotary = self.places.is_rotary(side, sketch.name)
+        sketches |= new
         return {n: sketches[n] for n in readers if n in sketches}
 
     def sketch_pairs(self, numbers: Sequence[int]) -> dict[int, tuple[Sketched, Sketched]]:
@@ -98,7 +105,26 @@ class Work:
             orders.append((Side(turned[0], ours), Side(turned[1], theirs)))
         names = (a.name, b.name)
         is_padded = any(isinstance(step, Padded) for step in steps)
-        return Link(names, orders, self.architecture.offset(names), is_padded)
+        return Link(names, orders, self.places.offset(names), is_padded)
+
+    def verify(self, tried: Sequence[tuple[int, tuple[Step, ...]]]) -> list[bool]:
+        """Return, for cases and steps, whether the steps relate all elements of the tensors."""
+        links: dict[int, Link] = {}
+        names = {case.match.name: case for case in self.cases if case.status == ALONE[1]}
+        for number, (n, steps) in enumerate(tried):
+            case = self.cases[n]
+            partner = names.get(next(iter(self.explanations[n].other_names), ""))
+            ours, theirs = case.match.ours, case.match.theirs
+            theirs = partner.match.theirs if theirs is None and partner is not None else theirs
+            if ours is None or theirs is None:
+                continue
+            view = arranged(ours.array, steps)
+            if tuple(view.shape) == tuple(theirs.array.shape):
+                pair_names = ours.name, theirs.name
+                orders = [(Side.of(view, ours), Side.whole(theirs))]
+                links[number] = Link(pair_names, orders, self.places.offset(pair_names))
+        examine(list(links.values()), self.bar, certain=True)
+        return [n in links and links[n].relation is not None for n in range(len(tried))]
 
     def settled(self, explanations: Explanations) -> Explanations:
         """Return the explanations, and store those that only describe a change for a later pass."""

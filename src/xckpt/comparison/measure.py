@@ -1,10 +1,10 @@
-"""Statistics of pairs of elements."""
+"""Statistics of pairs of elements, after the relation between both tensors if it is known."""
 
 from __future__ import annotations
 
 import math
 import threading
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -12,15 +12,22 @@ import numpy as np
 from xckpt.arrays.kinds import kind_named
 from xckpt.arrays.streams import LEAF
 from xckpt.comparison.pair_loops import SUMS, TINY, add_up, compare_floats, fold_sums
+from xckpt.comparison.pairs import SameBytes, stored_pair
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.scan.scanning import Accumulator, MergeTree, runs
+from xckpt.progress import Progress
+from xckpt.scan.scanning import Accumulator, MergeTree, gather, runs
+from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics.counts import prepared
 from xckpt.statistics.vector_kernel import LANES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from xckpt.arrays.streams import ChunkedZip, Zip
+    from xckpt.progress import ProgressOption
     from xckpt.typing import Array
 
-#: Statistics of a comparison, in the order in which `measures` returns them.
+#: Statistics of a comparison, in the order of `measures_of`.
 MEASURES = (
     *("status", "count", "equal_fraction", "nan", "inf"),
     *("max_abs", "rmse", "rel_l2", "cosine", "sqnr_db", "nmse"),
@@ -378,3 +385,46 @@ def measures_of(table: Array, exponent: Array | int = 0) -> Array:
     differences = np.where((finite == 0) & ~is_same, np.nan, differences)
     differences[1] = np.where(is_same, 0.0, differences[1])
     return np.stack([~is_same, count, equal_fraction, nan, inf, *differences]).T
+
+
+# --- all pairs of a comparison --------------------------------------------------------------------
+
+
+def compare_pairs(
+    pairs: Sequence[Zip | ChunkedZip], *, progress: ProgressOption, cache: bool
+) -> Array:
+    """Return the statistics of each pair of tensors, as rows in the order of `MEASURES`."""
+    return measures_of_pairs(summed(pairs, progress=progress, cache=cache))
+
+
+def measures_of_pairs(table: Array) -> Array:
+    """Return the `MEASURES` of pairs of tensors, from rows of `PAIR_COLUMNS`."""
+    return measures_of(table[:, :-1], table[:, -1].astype(np.int64))
+
+
+def summed(pairs: Sequence[Zip | ChunkedZip], *, progress: ProgressOption, cache: bool) -> Array:
+    """Return the `PAIR_COLUMNS` of each pair of tensors."""
+    with Progress(progress, "comparison") as bar:
+
+        def find(numbers: list[int]) -> list[list[float]]:
+            batch = [pairs[number] for number in numbers]
+            compare_bytes = partial(_with_same_bytes, batch, bar)
+            finish = lambda _, comparison: comparison.row()  # noqa: E731
+            return gather(batch, Comparison, finish, bar, cache=cache, shortcut=compare_bytes)
+
+        return rows_of(pairs, ("comparison", *PAIR_COLUMNS), len(PAIR_COLUMNS), find, enabled=cache)
+
+
+def _with_same_bytes(
+    pairs: Sequence[Zip | ChunkedZip], bar: Progress, numbers: list[int]
+) -> Iterator[tuple[int, Comparison]]:
+    """Yield comparisons of tensors that have the same stored bytes, which are not decoded."""
+    stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}
+    if not stored:
+        return
+    results = gather(list(stored.values()), SameBytes, lambda _, result: result.are_same, bar)
+    for number, are_same in zip(stored, results, strict=True):
+        if are_same:
+            comparison = Comparison.begin(pairs[number], None)
+            comparison.imply(comparison.size)
+            yield number, comparison

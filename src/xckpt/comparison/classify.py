@@ -1,0 +1,211 @@
+"""What explains a difference: causes that the place of a tensor in its model admits.
+
+A relation that holds for every element is not always an explanation. It has to be one that a
+conversion makes of this tensor (`Places`), the numbers have to be rounded as real numbers are
+(`doubt`), and the siblings of a tensor in other layers have to be changed in the same way
+(`unlike_siblings`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from xckpt.comparison.explaining.causes import Elementwise
+from xckpt.comparison.explaining.names import role_of
+from xckpt.comparison.explaining.rounding import FRACTION_BITS
+from xckpt.formatting import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from xckpt.comparison.arrangements import Step
+    from xckpt.comparison.explaining.causes import Relation
+    from xckpt.comparison.explaining.outcome import Case, Explanation
+    from xckpt.comparison.explaining.rounding import Transform
+    from xckpt.comparison.explaining.verification import Link
+    from xckpt.structure.families import Place
+    from xckpt.structure.model import Structure
+
+    #: Verifies, for each pair of a case and steps, whether its elements are related by the steps.
+    Verify = Callable[[Sequence[tuple[int, tuple[Step, ...]]]], Sequence[bool]]
+
+__all__ = ["Places", "doubt", "unlike_siblings"]
+
+_SLOTS_OF_HEADS = {"attention.query": "head", "attention.key": "head_kv"}
+_ROTARY_ROLES = frozenset({"query", "key"})
+# Kinds of modules whose weights have one order of axes in all libraries.
+_UPRIGHT = frozenset({"embedding", "norm"})
+# Family whose embeddings a conversion scales: conversion/jais.py of llama.cpp.
+_SCALED_FAMILY, _SCALED_SLOTS = "jais", frozenset({"token_embedding", "output"})
+# The least number of siblings that show how a tensor should have been changed.
+_FEWEST_SIBLINGS = 4
+# A larger share of elements does not stay equal when real numbers are quantised.
+_MOST_EQUAL = 0.5
+
+
+class Places:
+    """The places of the tensors of both sides in their models."""
+
+    def __init__(self, ours: Structure, theirs: Structure) -> None:
+        # A side that does not state its type has the type of the other one.
+        types = [side.facts.types for side in (ours, theirs)]
+        self.structures = tuple(
+            side.with_facts(replace(side.facts, types=other)) if other and not own else side
+            for side, own, other in zip((ours, theirs), types, types[::-1], strict=True)
+        )
+        self.types = {*types[0], *types[1]}
+
+    def place(self, side: int, name: str) -> Place | None:
+        """Return the place of a tensor of a side in its family; None if it is unknown."""
+        structure = self.structures[side]
+        return structure.place(name) if name in structure else None
+
+    def both(self, names: tuple[str, str]) -> tuple[Place | None, Place | None]:
+        """Return the places of a tensor of each side."""
+        return self.place(0, names[0]), self.place(1, names[1])
+
+    def is_rotary(self, side: int, name: str) -> bool | None:
+        """Return whether rotary embeddings turn the outputs of a tensor; None if it is unknown."""
+        place = self.place(side, name)
+        if place is not None and place.slot:
+            return place.is_rotary and place.slot.startswith("attention.")
+        role = role_of(name)
+        return None if role is None else role in _ROTARY_ROLES
+
+    def may_be_turned(self, names: tuple[str, str]) -> bool:
+        """Return whether libraries store a tensor with its axes in different orders."""
+        kinds = {
+            structure.module_type(name)
+            for structure, name in zip(self.structures, names, strict=True)
+            if name in structure
+        }
+        return not kinds & _UPRIGHT
+
+    def are_turned(self, names: tuple[str, str]) -> bool:
+        """Return whether the axes of the outputs of two weights are known, and differ."""
+        first, second = (
+            structure.channels(name) if name in structure else None
+            for structure, name in zip(self.structures, names, strict=True)
+        )
+        is_known = first is not None and second is not None
+        return is_known and first.are_known and second.are_known and first.rows != second.rows
+
+    def heads(self, names: tuple[str, str]) -> list[int]:
+        """Return the numbers of the heads of a query or a key that either side states."""
+        numbers: dict[int, None] = {}
+        for structure, place in zip(self.structures, self.both(names), strict=True):
+            axis = _SLOTS_OF_HEADS.get(place.slot) if place is not None else None
+            if place is None or axis is None:
+                continue
+            sizes, front = structure.sizes, f"{place.component}." if place.component else ""
+            stated = [sizes.get(front + name, sizes.get(name)) for name in (axis, "head")]
+            numbers |= dict.fromkeys([heads for heads in stated if heads][:1])
+        return list(numbers)
+
+    def offset(self, names: tuple[str, str]) -> float | None:
+        """Return the number that a conversion may have added to a norm; None for none."""
+        adds = [place.adds_one for place in self.both(names) if place is not None]
+        return 1.0 if True in adds else None
+
+    def admits_steps(self, steps: Sequence[Step], names: tuple[str, str]) -> bool:
+        """Return whether a conversion may arrange the elements of a tensor like this."""
+        is_turned = any(step.cause == "transposed" for step in steps)
+        return not is_turned or self.may_be_turned(names)
+
+    def admits(self, transform: Transform, names: tuple[str, str], *, backwards: bool) -> bool:
+        """Return whether a conversion of the family transforms the numbers like this."""
+        places = self.both(names)
+        slots = {place.slot for place in places if place is not None}
+        if transform.scale != 1.0:
+            return _SCALED_FAMILY in self.types and bool(slots & _SCALED_SLOTS)
+        if transform.offset not in {1.0, -1.0} or self.offset(names) is None:
+            return False
+        # The side whose modules add one stores one less.
+        stored, added = places[::-1] if backwards != (transform.offset < 0) else places
+        return (stored is None or stored.adds_one is not False) and (
+            added is None or added.adds_one is not True or stored is not None
+        )
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def doubt(link: Link, relation: Relation) -> str:
+    """Return why a relation that holds is not believed; empty if it is.
+
+    Rounding changes nearly all real numbers. If nearly all numbers are on the grid already, the
+    others were damaged.
+    """
+    counts = link.evidence
+    if counts is None:
+        return ""
+    if isinstance(relation, Elementwise):
+        bits = [FRACTION_BITS[name] for name in relation.transform.types]
+        is_coarser = bool(bits and link.grid) and FRACTION_BITS[link.grid] > min(bits)
+        is_damaged = bool(link.grid) and not is_coarser and counts.off_grid > 0
+    else:
+        is_damaged = counts.equal > _MOST_EQUAL * counts.filled and counts.equal < counts.count
+    if not is_damaged:
+        return ""
+    different = counts.count - counts.measures.equal
+    if not different:
+        return ""
+    size = f", by {'up to ' if different > 1 else ''}{counts.measures.largest:.4g}"
+    verb = "differs" if different == 1 else "differ"
+    return f"{different:,} of {counted(counts.count, 'element')} {verb}{size}"
+
+
+# --- siblings -------------------------------------------------------------------------------------
+
+
+def unlike_siblings(
+    cases: Sequence[Case],
+    explanations: Mapping[int, Explanation],
+    places: Places,
+    verify: Verify,
+) -> dict[int, Explanation]:
+    """Return new explanations of tensors that were not arranged as most of their siblings were."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    numbers = {case.match.name: n for n, case in enumerate(cases) if case.status == "only_b"}
+    for n, case in enumerate(cases):
+        explanation = explanations.get(n)
+        is_ours = case.match.ours is not None and case.match.name in places.structures[0]
+        if explanation is None or explanation.outcome != "explained" or not is_ours:
+            continue
+        is_joined = {"fused", "split", "merged"} & set(explanation.causes)
+        if not is_joined and not explanation.is_constant:
+            key = places.structures[0].siblings_key(case.match.name).template
+            groups[key, len(case.match.ours.array.shape)].append(n)
+    suspects: list[tuple[int, Explanation, int]] = []
+    for members in groups.values():
+        layouts = Counter([explanations[n].layout for n in members])
+        layout, count = layouts.most_common(1)[0]
+        if len(members) >= _FEWEST_SIBLINGS and 2 * count > len(members) and len(layouts) > 1:
+            usual = next(explanations[n] for n in members if explanations[n].layout == layout)
+            suspects += [(n, usual, count) for n in members if explanations[n].layout != layout]
+    has_offset = [usual.offset != explanations[n].offset for n, usual, _ in suspects]
+    holds = verify([(n, usual.steps) for n, usual, _ in suspects])
+    unlike: dict[int, Explanation] = {}
+    for (n, usual, count), differs, is_like in zip(suspects, has_offset, holds, strict=True):
+        if is_like and not differs:
+            continue
+        text = f"unlike its {count:,} siblings, it was {_contrast(explanations[n], usual)}"
+        unlike[n] = replace(explanations[n], text=text, holds=False, causes=("changed",))
+        partner = numbers.get(next(iter(explanations[n].other_names), ""))
+        if partner is not None:
+            other = (cases[n].match.name,)
+            unlike[partner] = replace(unlike[n], other_names=other)
+    return unlike
+
+
+def _contrast(own: Explanation, usual: Explanation) -> str:
+    """Return what happened to a tensor in contrast to its siblings."""
+    done = [step.done for step in own.steps]
+    done += [f"given an offset of {own.offset:+.4g}"] if own.offset else []
+    if done:
+        return " and ".join(done)
+    missing = [step.done for step in usual.steps]
+    missing += [f"given an offset of {usual.offset:+.4g}"] if usual.offset else []
+    return f"not {' and '.join(missing)}"

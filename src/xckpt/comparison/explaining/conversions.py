@@ -1,0 +1,267 @@
+"""The pass that explains known conversions: layouts that the places of the tensors admit.
+
+`layouts` and `division` suggest conversions. Here each piece is verified on every element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.comparison.arrangements import Cropped, Reshaped, arranged, undone
+from xckpt.comparison.division import divisions
+from xckpt.comparison.explaining.outcome import Explanation, both, quoted, related, unlike
+from xckpt.comparison.explaining.verification import Link, Side, examine
+from xckpt.comparison.explaining.work import ALONE
+from xckpt.comparison.layouts import Conversion, Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from xckpt.arrays.streams import ElementStream
+    from xckpt.comparison.arrangements import Shape, Step
+    from xckpt.comparison.explaining.work import Explanations, Work
+    from xckpt.comparison.layouts import Layouts
+
+_SIDES = ("a", "b")
+# The most layouts to verify for a tensor.
+_MOST_TRIED = 12
+
+
+class _Tensor(NamedTuple):
+    """A tensor, and the number of its case."""
+
+    name: str
+    number: int
+    reader: ElementStream
+
+
+class _Tried(NamedTuple):
+    """A conversion, with a link for each of its pieces."""
+
+    conversion: Conversion
+    links: list[Link]
+
+    @property
+    def held(self) -> int:
+        """Number of the pieces that hold for all elements."""
+        return sum([link.relation is not None for link in self.links])
+
+    @property
+    def likelihood(self) -> float:
+        """Number of the pieces that hold, and in part that hold for most elements."""
+        return sum([1.0 if link.relation else link.likely[0] / 2 if link.likely else 0.0
+                    for link in self.links])  # fmt: skip
+
+
+def converted(work: Work) -> Explanations:
+    """Explain tensors in the layouts of known conversions."""
+    layouts = work.layouts
+    if layouts is None:
+        return {}
+    explanations = _pairs(work, layouts)
+    for side in (1, 0):
+        numbers = [n for n in work.open if n not in explanations]
+        wholes = _tensors(work, numbers, side, {ALONE[side], "shape"})
+        parts = _tensors(work, numbers, 1 - side, {ALONE[1 - side]})
+        if wholes and parts:
+            joints = {**layouts.joints(side, _shapes(wholes), _shapes(parts))}
+            fused = partial(_fused, layouts, side, _shapes(wholes))
+            joints = {**divisions(_arrays(wholes), _arrays(parts), fused), **joints}
+            for tried in _verified(work, joints.values(), wholes, parts, side):
+                held = _described(work, tried, wholes, parts, side)
+                if tried.held == len(tried.links):
+                    explanations |= held
+                elif tried.held * 2 >= len(tried.links):
+                    work.partly_held.append(held)
+    return explanations
+
+
+def partly_converted(work: Work) -> Explanations:
+    """Describe known conversions of which some pieces differ, unless a search explains them."""
+    for held in work.partly_held:
+        earlier = [work.explanations[n] for n in held if n in work.explanations]
+        if not any(explanation.verified for explanation in earlier):
+            work.explanations |= held
+    return {}
+
+
+def _fused(layouts: Layouts, side: int, shapes: Mapping[str, Shape], name: str) -> list[int]:
+    return layouts.fused_rows(side, name, shapes[name])
+
+
+def _shapes(tensors: Mapping[str, _Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.reader.array.shape) for name, tensor in tensors.items()}
+
+
+def _arrays(tensors: Mapping[str, _Tensor]) -> dict[str, Any]:
+    return {name: tensor.reader.array for name, tensor in tensors.items()}
+
+
+def _tensors(
+    work: Work, numbers: Iterable[int], side: int, statuses: set[str]
+) -> dict[str, _Tensor]:
+    """Return the readable tensors of one side whose cases have one of some statuses."""
+    tensors = {}
+    for n in numbers:
+        match = work.cases[n].match
+        reader = match.theirs if side else match.ours
+        if work.cases[n].status in statuses and reader is not None and reader.problem is None:
+            tensors[reader.name] = _Tensor(reader.name, n, reader)
+    return tensors
+
+
+def _pairs(work: Work, layouts: Layouts) -> Explanations:
+    """Explain pairs of tensors, by name or by their places."""
+    alone = [_tensors(work, work.open, side, {ALONE[side]}) for side in (0, 1)]
+    suggestions = layouts.pairs(_shapes(alone[0]), _shapes(alone[1]))
+    for n in work.open:
+        case = work.cases[n]
+        ours, theirs = case.match.ours, case.match.theirs
+        if case.status in {"changed", "shape"} and ours is not None and theirs is not None:
+            both_shapes = tuple(ours.array.shape), tuple(theirs.array.shape)
+            chains = layouts.chains(ours.name, theirs.name, both_shapes)
+            if chains and not work.is_aligned(n):
+                alone[0][ours.name] = _Tensor(ours.name, n, ours)
+                alone[1][theirs.name] = _Tensor(theirs.name, n, theirs)
+                suggestions.append((ours.name, theirs.name, chains))
+    conversions = [
+        [Conversion((Piece(a, b, steps),), key=(steps,)) for steps in chains]
+        for a, b, chains in suggestions
+    ]
+    explanations: Explanations = {}
+    for conversion, [link] in _verified(work, conversions, alone[0], alone[1], 0):
+        if link.relation is not None:
+            [piece] = conversion.pieces
+            a, b = alone[0][piece.whole], alone[1][piece.part]
+            explanation = related(work.places, link, link.relation, piece.steps)
+            same = {a.number: explanation}
+            explanations |= same if a.number == b.number else both(a, b, explanation)
+    return work.settled(explanations)
+
+
+def _verified(
+    work: Work,
+    suggestions: Iterable[Sequence[Conversion]],
+    wholes: Mapping[str, _Tensor],
+    parts: Mapping[str, _Tensor],
+    side: int,
+) -> list[_Tried]:
+    """Return the best conversion of each suggestion, after verifying them in turn.
+
+    A layout that holds for one tensor is tried first on its siblings.
+    """
+    results: list[_Tried] = []
+    pending = [(list(conversions[:_MOST_TRIED]), list[_Tried]()) for conversions in suggestions]
+    held: dict[object, None] = {}
+    while pending:
+        batch = []
+        for untried, _ in pending:
+            untried.sort(key=lambda conversion: conversion.key not in held)
+            conversion = untried.pop(0)
+            links = [_link(work, piece, wholes, parts, side) for piece in conversion.pieces]
+            batch.append(_Tried(conversion, links))
+        examine(list(chain.from_iterable(entry.links for entry in batch)), work.bar)
+        remaining = []
+        for (untried, earlier), entry in zip(pending, batch, strict=True):
+            earlier.append(entry)
+            if entry.held == len(entry.links):
+                held[entry.conversion.key] = None
+            if entry.held == len(entry.links) or not untried:
+                results.append(max(earlier, key=lambda tried: (tried.held, tried.likelihood)))
+            else:
+                remaining.append((untried, earlier))
+        pending = remaining
+    return results
+
+
+def _link(
+    work: Work,
+    piece: Piece,
+    wholes: Mapping[str, _Tensor],
+    parts: Mapping[str, _Tensor],
+    side: int,
+) -> Link:
+    """Return a link between the elements of a piece in both tensors, readable in either order."""
+    whole, part = wholes[piece.whole].reader, parts[piece.part].reader
+    view = arranged(whole.array, piece.steps)
+    run = _run_of(tuple(whole.array.shape), piece.steps)
+    of_part = arranged(part.array, piece.of_part)
+    run_of_part = _run_of(tuple(part.array.shape), piece.of_part)
+    orders = [(Side(view, whole, run), Side(of_part, part, run_of_part))]
+    cut = max([n for n, step in enumerate(piece.steps, 1) if isinstance(step, Cropped)], default=0)
+    back = undone(of_part, piece.steps[cut:])
+    if back is not None and cut < len(piece.steps):
+        place = arranged(whole.array, piece.steps[:cut])
+        run = _run_of(tuple(whole.array.shape), piece.steps[:cut])
+        orders.append((Side(place, whole, run), Side.of(back, part)))
+    names = (piece.whole, piece.part)
+    if side:
+        orders, names = [order[::-1] for order in orders], names[::-1]
+    return Link(names, orders, work.places.offset(names))
+
+
+def _run_of(shape: tuple[int, ...], steps: Sequence[Step]) -> int | None:
+    """Return the first position of the elements after some steps if they are contiguous."""
+    start = 0
+    for step in steps:
+        if isinstance(step, Cropped):
+            sizes = list(zip(step.after, shape, strict=True))
+            first = next((n for n, (extent, _) in enumerate(sizes) if extent > 1), len(sizes))
+            if any(extent != n for extent, n in sizes[first + 1 :]):
+                return None
+            start += sum([at * prod(shape[n + 1 :]) for n, at in enumerate(step.start)])
+        elif not isinstance(step, Reshaped):
+            return None
+        shape = step.shape(shape)
+    return start
+
+
+def _described(
+    work: Work,
+    tried: _Tried,
+    wholes: Mapping[str, _Tensor],
+    parts: Mapping[str, _Tensor],
+    side: int,
+) -> Explanations:
+    """Explain the tensors of a conversion; a piece that does not hold is a change."""
+    conversion = tried.conversion
+    cause = "fused" if side else "split"
+    extra = ("regrouped",) if conversion.is_regrouped else ()
+    fault = () if conversion.is_in_order else ("misplaced",)
+    order = "" if conversion.is_in_order else "; not in the order of its siblings"
+    results: dict[str, list[tuple[Piece, Link, Explanation | None]]] = {}
+    for piece, link in zip(conversion.pieces, tried.links, strict=True):
+        steps = [step for step in piece.steps if step.cause == "transposed"]
+        explanation = related(work.places, link, link.relation, steps) if link.relation else None
+        for name in (f"0{piece.whole}", f"1{piece.part}"):
+            results.setdefault(name, []).append((piece, link, explanation))
+    explanations: Explanations = {}
+    for key, entries in results.items():
+        is_part, name = key[0] == "1", key[1:]
+        others = list(dict.fromkeys(
+            [piece.whole if is_part else piece.part for piece, *_ in entries]))  # fmt: skip
+        head = f"{quoted(others)} of {_SIDES[side if is_part else 1 - side]}, {conversion.words}"
+        if is_part:
+            head = f"part of {head}"
+        held = [explanation for *_, explanation in entries if explanation is not None]
+        changes = dict.fromkeys(change for explanation in held for change in explanation.changes)
+        texts = list(dict.fromkeys(e.text for e in held if e.changes))[:2]
+        failed = [(piece, link) for piece, link, explanation in entries if explanation is None]
+        if failed and is_part:
+            texts.append(unlike(failed[0][1]))
+        elif failed:
+            texts.append(f"different from {quoted([piece.part for piece, _ in failed])}")
+        causes = (cause, *fault, *extra, *changes, *(("changed",) if failed else ()))
+        is_known = all(e.is_known for e in held if {"offset", "scaled"} & set(e.causes))
+        tensor = (parts if is_part else wholes)[name]
+        explanations[tensor.number] = replace(
+            Explanation(tuple(dict.fromkeys(causes)), "; ".join([head, *texts]) + order),
+            holds=not failed and conversion.is_in_order,
+            is_known=is_known,
+            other_names=tuple(others),
+        )
+    return explanations

@@ -1,0 +1,474 @@
+"""Layouts that known conversions give to tensors are explained, and damage in them is not."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import xckpt
+from tests.stats.checkpoints import write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Tensors = dict[str, Array]
+Sides = tuple[Tensors, Tensors]
+F32 = np.float32
+LAYERS, WIDTH, HEADS, GROUPS, HEAD = 3, 48, 4, 2, 16
+
+
+def random_of(seed: int = 0) -> Callable[..., Array]:
+    rng = np.random.default_rng(seed)
+    return lambda *shape: (0.05 * rng.standard_normal(shape)).astype(F32)
+
+
+def explained(a: Any, b: Any, **options: Any) -> Any:
+    """Return the table of a comparison."""
+    result = xckpt.compare(a, b, explain=True, cache=False, progress=False, **options)
+    return xckpt.table(result)
+
+
+def separate(groups: int = GROUPS) -> Tensors:
+    """Return queries, keys, values and output projections of a decoder."""
+    normal, tensors = random_of(), {}
+    for layer in range(LAYERS):
+        base = f"model.layers.{layer}.self_attn"
+        for name, heads in (("q", HEADS), ("k", groups), ("v", groups)):
+            tensors[f"{base}.{name}_proj.weight"] = normal(heads * HEAD, WIDTH)
+            tensors[f"{base}.{name}_proj.bias"] = normal(heads * HEAD)
+        tensors[f"{base}.o_proj.weight"] = normal(WIDTH, HEADS * HEAD)
+    return tensors
+
+
+def parts(tensors: Tensors, layer: int, param: str) -> list[Array]:
+    base = f"model.layers.{layer}.self_attn"
+    return [tensors[f"{base}.{name}_proj.{param}"] for name in "qkv"]
+
+
+def by_groups(three: list[Array], groups: int) -> Array:
+    rest = three[0].shape[1:]
+    blocks = [x.reshape(groups, -1, *rest) for x in three]
+    return np.concatenate(blocks, axis=1).reshape(-1, *rest)
+
+
+def fused(name: str, groups: int | None, source: Tensors) -> Tensors:
+    """Return the model with fused queries, keys and values, by groups or one after the other."""
+    tensors = {}
+    for layer in range(LAYERS):
+        for param in ("weight", "bias"):
+            three = parts(source, layer, param)
+            joined = by_groups(three, groups) if groups else np.concatenate(three)
+            tensors[name.format(layer) + f".{param}"] = joined
+        tensors[name.format(layer).rpartition(".")[0] + ".dense.weight"] = source[
+            f"model.layers.{layer}.self_attn.o_proj.weight"
+        ]
+    return tensors
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def megatron() -> Sides:
+    ours = separate()
+    return ours, fused("decoder.layers.{}.self_attention.linear_qkv", GROUPS, ours)
+
+
+def neox() -> Sides:
+    ours = separate(HEADS)
+    return ours, fused("gpt_neox.layers.{}.attention.query_key_value", HEADS, ours)
+
+
+def neox_in_gguf() -> Sides:
+    source = separate(HEADS)
+    ours = fused("gpt_neox.layers.{}.attention.query_key_value", HEADS, source)
+    theirs = fused("blk.{}.attn_qkv", None, source)
+    named = {n.replace(".dense.", ".attn_output."): v for n, v in theirs.items()}
+    return ours, {n.replace("blk.attn", "blk.0.attn"): v for n, v in named.items()}
+
+
+def bloom() -> Sides:
+    source = separate(HEADS)
+    ours = fused("transformer.h.{}.self_attention.query_key_value", HEADS, source)
+    return ours, fused("transformer.h.{}.attn.qkv", None, source)
+
+
+def falcon() -> Sides:
+    ours = separate()
+    return ours, fused("transformer.h.{}.self_attention.query_key_value", GROUPS, ours)
+
+
+def falcon_of_one_group() -> Sides:
+    ours = separate(1)
+    return ours, fused("transformer.h.{}.self_attention.query_key_value", 1, ours)
+
+
+def experts(*, in_first: bool = False) -> Sides:
+    normal = random_of(1)
+    ours: Tensors = {}
+    theirs: Tensors = {}
+    for layer in range(LAYERS):
+        base = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = ([normal(*s) for _ in range(4)] for s in ((96, 64), (96, 64), (64, 96)))
+        for n in range(4):
+            ours[f"{base}.{n}.gate_proj.weight"] = gates[n]
+            ours[f"{base}.{n}.up_proj.weight"] = ups[n]
+            ours[f"{base}.{n}.down_proj.weight"] = downs[n]
+        joined = np.stack([np.concatenate(pair) for pair in zip(gates, ups, strict=True)])
+        down = np.stack(downs)
+        theirs[f"{base}.gate_up_proj"] = joined.swapaxes(1, 2).copy() if in_first else joined
+        theirs[f"{base}.down_proj"] = down.swapaxes(1, 2).copy() if in_first else down
+    return ours, theirs
+
+
+def flax() -> Sides:
+    ours = separate(HEADS)
+    theirs: Tensors = {}
+    for layer in range(LAYERS):
+        base = f"encoder/layers_{layer}/attention"
+        for name, new in zip("qkv", ("query", "key", "value"), strict=True):
+            old = f"model.layers.{layer}.self_attn.{name}_proj"
+            kernel = ours[f"{old}.weight"].T.reshape(WIDTH, HEADS, HEAD)
+            theirs[f"{base}/{new}/kernel"] = np.ascontiguousarray(kernel)
+            theirs[f"{base}/{new}/bias"] = ours[f"{old}.bias"].reshape(HEADS, HEAD)
+        output = ours[f"model.layers.{layer}.self_attn.o_proj.weight"]
+        theirs[f"{base}/out/kernel"] = np.ascontiguousarray(output.T.reshape(HEADS, HEAD, WIDTH))
+    return {n.replace("model.", "encoder."): v for n, v in ours.items()}, theirs
+
+
+def stablelm() -> Sides:
+    normal = random_of(2)
+    ours: Tensors = {}
+    theirs: Tensors = {}
+    for layer in range(LAYERS):
+        for name, count in (("q", HEADS), ("k", GROUPS)):
+            norms = 1 + normal(count, HEAD)
+            theirs[f"blk.{layer}.attn_{name}_norm.weight"] = norms
+            base = f"model.layers.{layer}.self_attn.{name}_layernorm.norms"
+            ours |= {f"{base}.{n}.weight": row.copy() for n, row in enumerate(norms)}
+    return ours, theirs
+
+
+def deepseek() -> Sides:
+    normal = random_of(3)
+    ours: Tensors = {}
+    theirs: Tensors = {}
+    for layer in range(LAYERS):
+        heads = normal(HEADS, 12 + 20, 24)
+        ours[f"model.layers.{layer}.self_attn.kv_b_proj.weight"] = heads.reshape(-1, 24)
+        theirs[f"blk.{layer}.attn_k_b.weight"] = heads[:, :12].swapaxes(1, 2).copy()
+        theirs[f"blk.{layer}.attn_v_b.weight"] = heads[:, 12:].copy()
+    return ours, theirs
+
+
+LAYOUTS: dict[str, Callable[[], Sides]] = {
+    "megatron": megatron,
+    "neox": neox,
+    "neox in gguf": neox_in_gguf,
+    "bloom": bloom,
+    "falcon": falcon,
+    "falcon of one group": falcon_of_one_group,
+    "experts": experts,
+    "experts, inputs first": lambda: experts(in_first=True),
+    "flax": flax,
+    "stablelm": stablelm,
+    "deepseek": deepseek,
+}
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_known_layouts_are_explained(layout: str, is_turned: bool) -> None:
+    sides = LAYOUTS[layout]()
+    table = explained(*(sides[::-1] if is_turned else sides))
+    assert table.query("outcome != 'explained'").empty, table.explanation.to_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_known_layouts_may_be_rounded(layout: str) -> None:
+    ours, theirs = LAYOUTS[layout]()
+    table = explained(ours, {n: v.astype(ml_dtypes.bfloat16) for n, v in theirs.items()})
+    assert table.query("outcome != 'explained'").empty
+    assert table.cause.str.contains("rounded").all()
+
+
+def _one_element(values: Array) -> Array:
+    values.reshape(-1)[values.size // 3] += F32(0.5)
+    return values
+
+
+def _stale(values: Array) -> Array:
+    return (values + random_of(9)(*values.shape) / 20).astype(F32)
+
+
+def _exchanged(values: Array) -> Array:
+    """Exchange the first blocks of rows, which are heads or a part of one."""
+    size = max(1, min(HEAD, len(values) // 2))
+    order = np.arange(len(values))
+    order[:size], order[size : 2 * size] = np.arange(size, 2 * size), np.arange(size)
+    return values[order]
+
+
+def _of_last_axis(values: Array) -> Array:
+    order = np.arange(values.shape[-1])
+    order[:2] = 1, 0
+    return np.ascontiguousarray(values[..., order])
+
+
+DAMAGES: dict[str, Callable[[Array], Array]] = {
+    "one element": _one_element,
+    "stale": _stale,
+    "exchanged": _exchanged,
+    "two columns": _of_last_axis,
+}
+
+
+def _related(table: Any, name: str) -> set[str]:
+    """Return a tensor, and the tensors of the other side that it consists of or belongs to."""
+    others = {n for n in table.index if name in re.split(", ", table.other_names[n])}
+    return {name, *others, *re.split(", ", table.other_names[name])} - {""}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_damage_in_a_known_layout_is_never_explained(layout: str, damage: str) -> None:
+    ours, theirs = LAYOUTS[layout]()
+    for side in (ours, theirs):
+        for name in [n for n in side if "1" in re.findall(r"\d+", n)[:1]]:
+            damaged = {**side, name: DAMAGES[damage](side[name].copy())}
+            if np.array_equal(damaged[name], side[name]):
+                continue
+            pair = (damaged, theirs) if side is ours else (ours, damaged)
+            table = explained(*pair)
+            bad = set(table.query("outcome != 'explained'").index)
+            assert name in bad, (name, table.explanation[name])
+            healthy = [n for n in table.index if re.findall(r"\d+", n)[:1] != ["1"]]
+            assert not bad.intersection(healthy)
+
+
+@pytest.mark.parametrize("layout", ["experts", "stablelm"])
+def test_exchanged_members_are_not_explained(layout: str) -> None:
+    ours, theirs = LAYOUTS[layout]()
+    names = [n for n in ours if ".1." in n[:16] and (".1.weight" in n or ".1.down" in n)]
+    first = names[0]
+    second = first.replace(".1.weight", ".0.weight").replace(".1.down", ".0.down")
+    ours[first], ours[second] = ours[second], ours[first]
+    table = explained(ours, theirs)
+    assert set(table.query("outcome != 'explained'").index) >= {first, second}
+
+
+def test_layouts_need_their_slots() -> None:
+    # Three axes, of a tensor that has no heads.
+    normal = random_of()
+    ours = {f"model.layers.{n}.mlp.up.weight": normal(64, 48) for n in range(3)}
+    theirs = {n: v.reshape(4, 16, 48) for n, v in ours.items()}
+    assert set(explained(ours, theirs).outcome) == {"changed"}
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def on_ranks(word: str, count: int = 2) -> Sides:
+    normal = random_of(4)
+    ours = {"model.embed_tokens.weight": normal(100, 64)}
+    theirs: Tensors = {}
+    for layer in range(3):
+        base = f"model.layers.{layer}.mlp"
+        gates = [normal(96, 64) for _ in range(2)]
+        ours[f"{base}.gate_up_proj.weight"] = np.concatenate(gates)
+        ours[f"{base}.down_proj.weight"] = normal(64, 96)
+        ours[f"{base}.norm.weight"] = 1 + normal(64)
+    for name, values in ours.items():
+        for rank in range(count):
+            part = np.array_split(values, count, axis=int("down" in name))[rank]
+            if "gate_up" in name:
+                halves = np.split(values, 2)
+                part = np.concatenate([np.array_split(half, count)[rank] for half in halves])
+            part = values if "norm" in name else part
+            theirs[name.replace(".weight", f".{word.format(rank)}.weight")] = part.copy()
+    return ours, theirs
+
+
+@pytest.mark.parametrize("word", ["tp{}", "rank{}", "shard_{}", "mp_rank_0{}", "{}"])
+def test_parts_on_ranks_are_explained(word: str) -> None:
+    for sides in (on_ranks(word), on_ranks(word)[::-1]):
+        table = explained(*sides)
+        assert table.query("outcome != 'explained'").empty, table.explanation.to_dict()
+
+
+@pytest.mark.parametrize(
+    "name", ["embed_tokens", "layers.1.mlp.gate_up_proj", "layers.1.mlp.down_proj"]
+)
+def test_parts_in_the_wrong_order_are_not_explained(name: str) -> None:
+    ours, theirs = on_ranks("tp{}")
+    first, second = (f"model.{name}.tp{rank}.weight" for rank in range(2))
+    theirs[first], theirs[second] = theirs[second], theirs[first]
+    table = explained(ours, theirs)
+    bad = set(table.query("outcome != 'explained'").index)
+    assert bad == {f"model.{name}.weight", first, second}
+
+
+@pytest.mark.parametrize("damage", ["one element", "stale"])
+def test_damaged_parts_on_ranks_are_not_explained(damage: str) -> None:
+    ours, theirs = on_ranks("tp{}")
+    for name in [n for n in theirs if ".1." in n]:
+        damaged = {**theirs, name: DAMAGES[damage](theirs[name].copy())}
+        table = explained(ours, damaged)
+        assert table.outcome[name] != "explained"
+        assert set(table.query("outcome != 'explained'").index) <= _related(table, name)
+
+
+# --- flat parameters ------------------------------------------------------------------------------
+
+
+def flat(
+    ranks: int = 1,
+    *,
+    pad: int = 0,
+    mark: float = 0,
+    large: bool = False,
+    word: str = "rank{}._flat_param",
+) -> Sides:
+    normal = random_of(5)
+    ours: Tensors = {"model.embed_tokens.weight": normal(37, 24)}
+    for layer in range(3):
+        base = f"model.layers.{layer}"
+        ours[f"{base}.self_attn.q_proj.weight"] = normal(24, 24)
+        ours[f"{base}.self_attn.q_proj.bias"] = np.zeros(24, F32)
+        ours[f"{base}.mlp.up_proj.weight"] = normal(320 if large else 31, 1000 if large else 24)
+        ours[f"{base}.input_layernorm.weight"] = np.ones(23, F32)
+    ours["model.norm.weight"] = np.ones(23, F32)
+    pieces = []
+    for values in ours.values():
+        pieces += [values.ravel(), np.full(-values.size % pad if pad else 0, mark, F32)]
+    vector = np.concatenate(pieces)
+    vector = np.pad(vector, (0, -len(vector) % ranks))
+    if ranks == 1:
+        return ours, {"_fsdp_wrapped_module._flat_param": vector}
+    return ours, {word.format(n): v for n, v in enumerate(np.split(vector, ranks))}
+
+
+FLAT: dict[str, dict[str, Any]] = {
+    "one vector": {},
+    "aligned": {"pad": 4, "mark": 42},
+    "four ranks": {"ranks": 4},
+    "seven ranks": {"ranks": 7, "pad": 8, "mark": 42},
+    "flat_param.0": {"ranks": 2, "word": "flat_param.{}"},
+    "flat_param_rank_0": {"ranks": 2, "word": "_fsdp_wrapped_module.flat_param_rank_{}"},
+    "fsdp_rank_0": {"ranks": 2, "word": "fsdp_rank_{}._flat_param"},
+    "large": {"large": True},
+    "large on ranks": {"large": True, "ranks": 3},
+}
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("case", FLAT)
+def test_flat_parameters_are_explained(case: str, is_sorted: bool) -> None:
+    ours, theirs = flat(**FLAT[case])
+    ours = dict(sorted(ours.items())) if is_sorted else ours
+    for sides in ((ours, theirs), (theirs, ours)):
+        table = explained(*sides)
+        assert table.query("outcome != 'explained'").empty, table.explanation.to_dict()
+
+
+def test_flat_parameters_may_be_rounded() -> None:
+    ours, theirs = flat()
+    table = explained({n: v.astype(ml_dtypes.bfloat16) for n, v in ours.items()}, theirs)
+    assert table.query("outcome != 'explained'").empty
+
+
+@pytest.mark.parametrize("case", FLAT)
+def test_an_element_of_a_flat_parameter_is_not_explained(case: str) -> None:
+    ours, theirs = flat(**FLAT[case])
+    name = list(theirs)[-1]
+    theirs[name][len(theirs[name]) // 3] += F32(0.5)
+    table = explained(ours, theirs)
+    bad = set(table.query("outcome != 'explained'").index)
+    assert name in bad
+    assert len(bad & ours.keys()) == 1
+
+
+def test_a_stale_tensor_in_a_flat_parameter_is_not_explained() -> None:
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"):
+        ours, theirs = flat(2)
+        ours[name] = _stale(ours[name])
+        assert explained(ours, theirs).outcome[name] != "explained"
+
+
+def test_exchanged_layers_in_a_flat_parameter_are_not_explained() -> None:
+    ours, theirs = flat()
+    first, second = (f"model.layers.{n}.self_attn.q_proj.weight" for n in (0, 1))
+    ours[first], ours[second] = ours[second], ours[first]
+    table = explained(ours, theirs)
+    assert set(table.query("outcome != 'explained'").index) >= {first, second}
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_files_are_read_in_pieces(layout: str, tmp_path: Path) -> None:
+    paths = []
+    for name, tensors in zip("ab", LAYOUTS[layout](), strict=True):
+        paths.append(tmp_path / f"{name}.safetensors")
+        write(paths[-1], tensors)
+    assert set(explained(*paths).outcome) == {"explained"}
+    opened = [xckpt.open(path).chunk() for path in paths]
+    assert set(explained(*opened).outcome) == {"explained"}
+
+
+# --- numbers on the grid of codes -----------------------------------------------------------------
+
+_F8 = ml_dtypes.float8_e4m3fn
+_NF4 = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    F32,
+)
+
+
+def in_float8(values: Array) -> Array:
+    """Quantise tiles of 128 x 128, as `weight` and `weight_scale_inv` of DeepSeek 3 hold them."""
+    decoded = np.empty_like(values)
+    for row in range(0, values.shape[0], 128):
+        for column in range(0, values.shape[1], 128):
+            tile = values[row : row + 128, column : column + 128]
+            scale = np.abs(tile).max() / F32(448)
+            codes = (tile / scale).astype(_F8)
+            decoded[row : row + 128, column : column + 128] = codes.astype(F32) * scale
+    return decoded
+
+
+def in_nf4(values: Array) -> Array:
+    blocks = values.reshape(-1, 64)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    codes = np.abs((blocks / largest)[..., None] - _NF4).argmin(axis=-1)
+    decoded: Array = (_NF4[codes] * largest).reshape(values.shape)
+    return decoded
+
+
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(256, 384), (320, 200), (128, 128)])
+@pytest.mark.parametrize("quantise", [in_float8, in_nf4])
+def test_decoded_numbers_are_quantised(
+    quantise: Callable[[Array], Array], shape: tuple[int, int], dtype: Any
+) -> None:
+    normal = random_of(6)
+    ours = {f"layers.{n}.mlp.up.weight": normal(*shape) for n in range(3)}
+    theirs = {name: quantise(values).astype(dtype) for name, values in ours.items()}
+    assert set(explained(ours, theirs).cause) == {"quantised"}
+    assert set(explained(theirs, ours).cause) == {"quantised"}
+    name = "layers.1.mlp.up.weight"
+    for damage in DAMAGES.values():
+        damaged = {**theirs, name: damage(theirs[name].astype(F32)).astype(dtype)}
+        table = explained(ours, damaged)
+        assert set(table.query("outcome != 'explained'").index) == {name}
