@@ -17,7 +17,6 @@ import xarray as xr
 import xckpt
 from xckpt import formats
 from xckpt.identity import base_id_text, stable_id
-from xckpt.notebook.documents import Heading, Sentence, Shown
 from xckpt.options import Forwarded, SelectOptions, renamed, takes
 from xckpt.upstream.xarray_variables import data_of
 
@@ -71,7 +70,7 @@ _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
 @xr.register_dataset_accessor("ckpt")
 @xr.register_datatree_accessor("ckpt")
 @xr.register_dataarray_accessor("ckpt")
-class CheckpointAccessor(Shown, Generic[Obj]):
+class CheckpointAccessor(Generic[Obj]):
     """Methods of xckpt for a Dataset, DataTree or DataArray that one of its engines opened.
 
     The ``repr`` is a folded summary of the tensors: one line for repeated modules, with counts,
@@ -131,8 +130,16 @@ class CheckpointAccessor(Shown, Generic[Obj]):
         if result is not None:
             return result
         if not self._has_summary:
+            from xckpt.notebook.documents import Heading
+
             return [Heading("", "Checkpoint: none", [_not_ours(self._given)])]
         return self._summary_blocks(self._summary(), calls=calls)
+
+    # Not a `Shown`: importing this module loads no other room.
+    def __repr__(self) -> str:
+        from xckpt.notebook.text import to_text
+
+        return to_text(self._blocks())
 
     def _repr_html_(self) -> str:
         from xckpt.notebook.html import to_html
@@ -142,6 +149,7 @@ class CheckpointAccessor(Shown, Generic[Obj]):
     # `xckpt.notebook.extension` shows this instead of xarray's view of very many variables; None
     # means that the object is not from xckpt.
     def _repr_large_(self, note: str) -> dict[str, str] | None:
+        from xckpt.notebook.documents import Sentence
         from xckpt.notebook.html import to_html
         from xckpt.notebook.text import to_text
 

@@ -40,6 +40,8 @@ _KINDS = {
 #: Statistics of groups that have a bar, the first one that there is.
 _DRAWN = ("rel_l2", "affected", "std", "spectral_norm")
 _STEPS = 10**6  # of a bar
+#: Numbers of tensors in a group that come first.
+_COUNTS = ("affected", "changed", "only_a", "only_b")
 
 
 def result_blocks(result: xr.Dataset) -> list[Block] | None:
@@ -84,15 +86,11 @@ def _groups(groups: xr.Dataset) -> list[Block]:
     if "bin" in groups.dims:
         return [Heading(title, noun, [f"{by_keys}: {groups.sizes['bin']} bins"])]
     frame = table(groups)
+    counts = [name for name in ("tensors", *_COUNTS) if name in frame]
+    columns = list(dict.fromkeys([*keys, *counts, *frame]))[:_MOST_COLUMNS]
     blocks: list[Block] = [
         Heading(title, noun, [f"{by_keys}: {counted(len(frame), 'group')}"]),
-        frame_table(
-            frame.reset_index(),
-            [*keys, *frame][:_MOST_COLUMNS],
-            _MOST_ROWS,
-            where=_TABLE,
-            keys=keys,
-        ),
+        frame_table(frame.reset_index(), columns, _MOST_ROWS, where=_TABLE, keys=keys),
     ]
     return [*blocks, *[Sentence("note", note) for note in group_notes(groups.attrs, keys)]]
 
