@@ -185,7 +185,8 @@ class Rules:
                 broken[a] = ""
             elif keeps_numbers:
                 numbers, numbers_of_b = self._numbers(spelled(a)), spelled(b).numbers
-                if len(numbers) == len(numbers_of_b) and numbers != numbers_of_b:
+                are_all = len(_DIGITS.findall(a)) == len(_DIGITS.findall(b))
+                if are_all and len(numbers) == len(numbers_of_b) and numbers != numbers_of_b:
                     broken[a] = ""
         for a in self._disordered():
             broken.setdefault(a, "")
