@@ -183,7 +183,7 @@ class TestWholeModels:
         b = {"v": np.arange(12.0).reshape(3, 4) - 100, "u": np.ones(3)}
         result = xckpt.compare(dataset(a), dataset(b), explain=True)
         assert result.attrs["explanation"] == (
-            "a and b share nothing: no name and no numbers of the 1 tensor of a "
+            "a and b share nothing: no name, and no numbers were found, of the 1 tensor of a "
             "and the 2 tensors of b"
         )
         assert xckpt.table(result)["cause"].tolist() == ["only_a", "only_b", "only_b"]
