@@ -176,14 +176,14 @@ class TestWholeModels:
             assert set(table["cause"]) == {f"only_{side}"}
             explanations = table["explanation"]
             assert explanations.pop("head") == f"its numbers are those of 'embed' of {side}"
-            assert explanations.str.startswith("nothing on the other side").all()
+            assert explanations.str.startswith("no tensor with these numbers was found").all()
 
     def test_unrelated_models(self) -> None:
         a = {"w": np.arange(6.0)}
         b = {"v": np.arange(12.0).reshape(3, 4) - 100, "u": np.ones(3)}
         result = xckpt.compare(dataset(a), dataset(b), explain=True)
         assert result.attrs["explanation"] == (
-            "a and b share nothing: no name and no numbers of the 1 tensor of a "
+            "a and b share nothing: no name, and no numbers were found, of the 1 tensor of a "
             "and the 2 tensors of b"
         )
         assert xckpt.table(result)["cause"].tolist() == ["only_a", "only_b", "only_b"]

@@ -35,8 +35,8 @@ __all__ = ["Places", "doubt", "unlike_siblings"]
 
 _SLOTS_OF_HEADS = {"attention.query": "head", "attention.key": "head_kv"}
 _ROTARY_ROLES = frozenset({"query", "key"})
-# Kinds of modules whose weights have one order of axes in all libraries.
-_UPRIGHT = frozenset({"embedding", "norm"})
+# Slots and kinds of modules whose weights have one order of axes in all libraries.
+_UPRIGHT = frozenset({"token_embedding", "norm"})
 # Family whose embeddings a conversion scales: conversion/jais.py of llama.cpp.
 _SCALED_FAMILY, _SCALED_SLOTS = "jais", frozenset({"token_embedding", "output"})
 # The least number of siblings that show how a tensor should have been changed.
@@ -77,11 +77,25 @@ class Places:
     def may_be_turned(self, names: tuple[str, str]) -> bool:
         """Return whether libraries store a tensor with its axes in different orders."""
         kinds = {
-            structure.module_type(name)
+            kind
             for structure, name in zip(self.structures, names, strict=True)
             if name in structure
+            for kind in (structure.module_type(name), structure.slot(name))
         }
         return not kinds & _UPRIGHT
+
+    def key(self, side: int, name: str) -> tuple[object, ...] | None:
+        """Return the place of a tensor as both sides describe it; None if it is unknown."""
+        place = self.place(side, name)
+        if place is None or not place.slot:
+            return None
+        numbers = tuple([number for _, number in place.indices])
+        return place.component, place.slot, place.param, numbers
+
+    def agree(self, a: str, b: str) -> bool:
+        """Return whether two tensors are known to have the same place."""
+        key = self.key(0, a)
+        return key is not None and key == self.key(1, b)
 
     def are_turned(self, names: tuple[str, str]) -> bool:
         """Return whether the axes of the outputs of two weights are known, and differ."""
@@ -144,7 +158,7 @@ def doubt(link: Link, relation: Relation) -> str:
     if isinstance(relation, Elementwise):
         bits = [FRACTION_BITS[name] for name in relation.transform.types]
         is_coarser = bool(bits and link.grid) and FRACTION_BITS[link.grid] > min(bits)
-        is_damaged = bool(link.grid) and not is_coarser and counts.off_grid > 0
+        is_damaged = bool(link.grid) and not is_coarser and counts.off_grid[int(relation.backwards)] > 0
     else:
         is_damaged = counts.equal > _MOST_EQUAL * counts.filled and counts.equal < counts.count
     if not is_damaged:

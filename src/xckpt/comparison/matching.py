@@ -196,7 +196,7 @@ def _partners(
     rules = Rules((name, partner.name) for name, partner in exact.items())
     broken = rules.broken(free_a, free_b, shapes, usual)
     for name, partner in exact.items():
-        if name not in broken:
+        if name not in broken or places.agree(name, partner.name):
             take(name, *partner)
     for name, name_of_b, rule in match_names(free_a, free_b):
         # Reject a pair of a joined tensor and one of its parts.

@@ -138,9 +138,10 @@ def _frame(result: xr.Dataset) -> pd.DataFrame:
     integers = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(integers, np.int64))
     attrs = {key for variable in result.variables.values() for key in variable.attrs}
-    keys = [*_PARTNERS, *(EXPLANATION_COLUMNS if "cause" in attrs else ())]
+    is_explained = "cause" in attrs or "explanation" in result.attrs
+    keys = [*_PARTNERS, *(EXPLANATION_COLUMNS if is_explained else ())]
     texts: dict[str, list[Any]] = {}
-    if not attrs.isdisjoint(keys):
+    if is_explained or not attrs.isdisjoint(keys):
         texts = tensor_attributes(result, {key: _IF_MISSING[key] for key in keys})
     for key in _PARTNERS:
         if any(texts.get(key, ())):

@@ -201,7 +201,8 @@ class Elementwise(Relation):
             for share, relation in shares(Transform(types=types)):
                 yield share, relation
                 if share == 1.0 and not relation.masked:
-                    if types:
+                    # Of equal numbers, each coarse type fits: the whole tensor decides.
+                    if types and (not is_equal or len(types) > 1):
                         return
                     # Elements outside the sample may have been rounded.
                     is_equal = True

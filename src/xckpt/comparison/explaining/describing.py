@@ -129,7 +129,7 @@ def tied(work: Work) -> Explanations:
     }
     explanations: Explanations = {}
     for n in unmatched:
-        status, text = work.cases[n].status, "nothing on the other side has its name or numbers"
+        status, text = work.cases[n].status, "no tensor with these numbers was found"
         if n in names:
             text = f"its numbers are those of {quoted([names[n]])} of {status[-1]}"
         explanations[n] = Explanation((status,), text, holds=False)

@@ -19,7 +19,7 @@ from xckpt.labels.conventions import match_names
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-_NUMBER = re.compile(r"(?<![^./])([0-9]{1,9})(?![^./])")
+_NUMBER = re.compile(r"(?<![0-9A-Za-z])([0-9]{1,9})(?![0-9A-Za-z])")
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _PIECE = re.compile(r"[./]")
 _BEHIND_DOTS = re.compile(r"(?<=[./])")
@@ -185,7 +185,8 @@ class Rules:
                 broken[a] = ""
             elif keeps_numbers:
                 numbers, numbers_of_b = self._numbers(spelled(a)), spelled(b).numbers
-                if len(numbers) == len(numbers_of_b) and numbers != numbers_of_b:
+                are_all = len(_DIGITS.findall(a)) == len(_DIGITS.findall(b))
+                if are_all and len(numbers) == len(numbers_of_b) and numbers != numbers_of_b:
                     broken[a] = ""
         for a in self._disordered():
             broken.setdefault(a, "")
@@ -240,9 +241,14 @@ class Rules:
             for (a, b, is_supported), (c, d, is_other_supported) in combinations(tested, 2):
                 if is_supported and is_other_supported:
                     continue
-                if likeness(a, d) + likeness(c, b) > likeness(a, b) + likeness(c, d):
+                if _exchange_is_likelier(*(_DIGITS.sub("", name) for name in (a, b, c, d))):
                     yield a, d
                     yield c, b
+
+
+def _exchange_is_likelier(a: str, b: str, c: str, d: str) -> bool:
+    """Return whether names without numbers fit better after exchanging two pairs."""
+    return likeness(a, d) + likeness(c, b) > likeness(a, b) + likeness(c, d)
 
 
 def conventions(ours: Collection[str], theirs: Collection[str]) -> dict[str, str]:

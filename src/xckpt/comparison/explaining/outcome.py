@@ -337,11 +337,13 @@ def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) 
 
 
 def _nothing_shared(total: str, missing: Sequence[str], added: Sequence[str]) -> str:
+    if not missing and not added:
+        return "a and b share nothing: both are empty"
     total_of_b = counted(len(added), "tensor")
     if not missing or not added:
         return f"a and b share nothing: a has {total}, b {total_of_b}"
     counts = f"{total} of a and the {total_of_b} of b"
-    return f"a and b share nothing: no name and no numbers of the {counts}"
+    return f"a and b share nothing: no name, and no numbers were found, of the {counts}"
 
 
 def _be(items: Sequence[object]) -> str:

@@ -51,6 +51,11 @@ def renamed(work: Work) -> Explanations:
     broken = rules.broken(
         names_of_a, names_of_b, shapes, conventions(*names), keeps_numbers=keeps_numbers
     )
+    broken = {
+        a.name: broken[a.name]
+        for a, b, *_ in verified.values()
+        if a.name in broken and not work.places.agree(a.name, b.name)
+    }
     explanations: Explanations = {}
     for n, (a, b, *_) in verified.items():
         link, steps = results[n]
@@ -97,6 +102,20 @@ def expected(work: Work) -> Explanations:
         match = rules.expected(a.name, by_name)
         if match is not None:
             pairs.append((a, by_name.pop(match[0])))
+    paired_names = {tensor.name for pair in pairs for tensor in pair}
+    keys = [
+        {
+            work.places.key(side, tensor.name): tensor
+            for tensor in tensors
+            if tensor.name not in paired_names
+        }
+        for side, tensors in enumerate((ours, theirs))
+    ]
+    pairs += [
+        (keys[0][key], keys[1][key])
+        for key in keys[0]
+        if key is not None and key in keys[1] and keys[0][key].shape == keys[1][key].shape
+    ]
     for find in (_constants, _nearly_equal, _alike_by_name):
         paired = {id(tensor) for pair in pairs for tensor in pair}
         unpaired = ([tensor for tensor in side if id(tensor) not in paired]

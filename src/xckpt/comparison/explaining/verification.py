@@ -155,8 +155,8 @@ class RelationCounts(Accumulator):
         self.relations = relations
         self.grid = Transform(types=(grid,)) if grid else None
         self.measures = measures
-        #: Numbers of the finer side that the grid does not represent.
-        self.off_grid = 0
+        #: Numbers of each side that the grid does not represent.
+        self.off_grid = np.zeros(2, np.int64)
         #: Elements that are equal and not zero; counted for quantised tensors only.
         self.equal = self.filled = 0
         self.count = 0
@@ -205,8 +205,7 @@ class RelationCounts(Accumulator):
                     break
                 self.matches[number] += count
             if self.grid is not None:
-                fine = y if backwards else x
-                self.off_grid += int(np.count_nonzero(self.grid(fine) != fine))
+                self.off_grid += [np.count_nonzero(self.grid(side) != side) for side in (x, y)]
             if self.relations[0].causes == ("quantised",):
                 u, v = (values["value"] if values.dtype.names else values for values in (x, y))
                 is_filled = u != 0
@@ -281,7 +280,7 @@ def _suggest(link: Link) -> None:
         share = 1.0 if is_graded else _share_of(relations, sample)
         if relations and (share > link.share or not link.relations):
             link.relations, link.order, link.share = relations, order, share
-            link.grid = _grid_of(sample, relations[0])
+            link.grid = next(filter(None, [_grid_of(sample, r) for r in relations]), "")
             link.pair = graded_pair if is_graded else pair
         if share == 1.0:
             break
@@ -360,14 +359,12 @@ def _suspect(
     thinned = slice(None, None, max(1, len(sample.x) // _FEW))
     thin = replace(sample, x=sample.x[thinned].copy(), y=sample.y[thinned].copy())
     with np.errstate(all="ignore"):
-        shares = [*Elementwise.suspected(thin)]
-        if not any(share == 1.0 for share, _ in shares):
-            shares += [(share, replace(relation, backwards=True))
-                       for share, relation in Elementwise.suspected(thin.reverse)]  # fmt: skip
-        shares = [(share, relation) for share, relation in shares if _is_shown(relation, thin)]
-        certain = [relation for share, relation in shares if share == 1.0][:_TRIED]
-        certain = [entry for entry in certain
-                   if entry.count_in(sample.x, sample.y) == len(sample.x)]  # fmt: skip
+        shares, certain = _of_one_direction(sample, thin, backwards=False)
+        # Elements outside a sample of equal numbers may have been rounded on either side.
+        if not any(relation.causes for relation in certain):
+            shares_back, certain_back = _of_one_direction(sample, thin, backwards=True)
+            shares += shares_back
+            certain += [relation for relation in certain_back if relation.causes or not certain]
         plain = [entry for entry in certain if not entry.masked]
         if plain:
             # Elements outside the sample may have been set to zero.
@@ -391,6 +388,20 @@ def _suspect(
     if best is None or share < LIKELY or share < (1 + equal) / 2:
         return ()
     return (best,)
+
+
+def _of_one_direction(
+    sample: SampledPairs, thin: SampledPairs, *, backwards: bool
+) -> tuple[list[tuple[float, Relation]], list[Relation]]:
+    """Return relations with their shares of a thin sample, and those that hold for the sample."""
+    shares: list[tuple[float, Relation]] = [
+        (share, replace(relation, backwards=backwards))
+        for share, relation in Elementwise.suspected(thin.reverse if backwards else thin)
+    ]
+    shares = [(share, relation) for share, relation in shares if _is_shown(relation, thin)]
+    certain = [relation for share, relation in shares if share == 1.0][:_TRIED]
+    size = len(sample.x)
+    return shares, [entry for entry in certain if entry.count_in(sample.x, sample.y) == size]
 
 
 def _is_shown(relation: Relation, sample: SampledPairs) -> bool:
