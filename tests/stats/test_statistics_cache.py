@@ -19,7 +19,7 @@ from tests.conftest import GOLDEN
 from tests.stats.checkpoints import model, settled, sparse_file, write
 from tests.stats.reference import FLOATS, LARGE_INTEGERS, SMALL_INTEGERS, dtype_of
 from xckpt.arrays.kinds import kind_named
-from xckpt.comparison import comparing
+from xckpt.comparison import measure
 from xckpt.scan import statistics_cache
 from xckpt.scan.statistics_cache import key_of, open_records, rows_of
 from xckpt.statistics import computing, histograms
@@ -52,7 +52,7 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return wrapped
 
-    for module in (computing, histograms, comparing):
+    for module in (computing, histograms, measure):
         monkeypatch.setattr(module, "gather", recording(module.gather))
     return names
 

@@ -84,7 +84,7 @@ def attribute_changes(
     is_same_format = ours.format is not None and ours.format == theirs.format
     own = frozenset[str]().union(*[room.derived for room in rooms if not is_same_format])
     is_open = is_same_format or all(room.is_open for room in rooms)
-    attrs = [_expanded(tensors.read_attrs()) for tensors in (ours, theirs)]
+    attrs = [_expanded(tensors) for tensors in (ours, theirs)]
     pairs = _pairs(attrs[0], attrs[1], storage, own if is_open else None)
     changes = list(islice((AttributeChange.of(*pair) for pair in pairs), MOST))
     is_open = is_same_format or all(room.is_open_for_tensors for room in rooms)
@@ -136,12 +136,19 @@ def _pairs(
             yield name, a, b
 
 
-def _expanded(attrs: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return attributes by text; configs that a format keeps as text as mappings."""
+def _expanded(tensors: OpenTensors) -> dict[str, Any]:
+    """Return attributes by text; configs that a format keeps as text as mappings.
+
+    The names of tied tensors that `safetensors.torch.save_model` adds are left out.
+    """
     expanded = {}
-    for name, value in attrs.items():
-        is_config = name in _CONFIG_NAMES and isinstance(value, str)
-        expanded[str(name)] = _parsed(value) if is_config else value
+    for name, value in tensors.read_attrs().items():
+        if not isinstance(value, str):
+            expanded[str(name)] = value
+        elif name in _CONFIG_NAMES:
+            expanded[str(name)] = _parsed(value)
+        elif value not in tensors.structure:
+            expanded[str(name)] = value
     return expanded
 
 

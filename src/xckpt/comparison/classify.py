@@ -158,7 +158,9 @@ def doubt(link: Link, relation: Relation) -> str:
     if isinstance(relation, Elementwise):
         bits = [FRACTION_BITS[name] for name in relation.transform.types]
         is_coarser = bool(bits and link.grid) and FRACTION_BITS[link.grid] > min(bits)
-        is_damaged = bool(link.grid) and not is_coarser and counts.off_grid[int(relation.backwards)] > 0
+        is_damaged = (
+            bool(link.grid) and not is_coarser and counts.off_grid[int(relation.backwards)] > 0
+        )
     else:
         is_damaged = counts.equal > _MOST_EQUAL * counts.filled and counts.equal < counts.count
     if not is_damaged:

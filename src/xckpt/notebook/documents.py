@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Widths of texts, in columns of a terminal.
 WIDEST_CELL = 120
-LONGEST_SENTENCE = 400
+LONGEST_SENTENCE = 600
 _LEAST_DETAIL = 24
 #: Kinds of fields that are aligned at their ends.
 NUMERIC = frozenset({"number", "count", "size", "share"})

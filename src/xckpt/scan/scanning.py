@@ -474,7 +474,7 @@ def _scan_cut(
     """Return an accumulator for a cut; its blocks are read unless they are given."""
     stream = cut.reader
     accumulator = operation.begin(stream, cut.argument)
-    with locating(path=stream.place[0] or None, tensor=stream.tensor):
+    with locating(path=stream.place[0] or None, tensor=stream.tensor or stream.name):
         if blocks is None:
             blocks = stream.blocks(cut.start, cut.stop, _thread.buffer)
             if operation.leaf > 1 and stream.step(_thread.buffer) % stream.leaf:
