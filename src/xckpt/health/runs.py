@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.comparison.comparing import compare_pairs
-from xckpt.comparison.measure import MEASURES
+from xckpt.comparison.measure import MEASURES, compare_pairs
 from xckpt.comparison.pairs import pair_of
 from xckpt.datasets.tensors import run_dim
 from xckpt.formatting import counted
