@@ -36,8 +36,7 @@ from xckpt.arrays.streams import (
     whole_leaves,
 )
 from xckpt.comparison import MEASURES, compare
-from xckpt.comparison.comparing import compare_pairs
-from xckpt.comparison.measure import Comparison, measures_of
+from xckpt.comparison.measure import Comparison, compare_pairs, measures_of
 from xckpt.comparison.pairs import pair_of, stored_pair
 from xckpt.errors import CheckpointError
 from xckpt.index import Part

@@ -54,9 +54,7 @@ def quantised(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("explain", [False, True])
-def test_permuted_heads_are_measured_in_order(
-    quantised: tuple[Path, Path], explain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_permuted_heads_are_measured_in_order(quantised: tuple[Path, Path], explain: bool) -> None:
     result = xckpt.compare(*quantised, names="auto", explain=explain)
     table = result.ckpt.table()
     assert table["sqnr_db"].between(20, 23).all()
@@ -77,7 +75,7 @@ def test_permuted_heads_are_measured_in_order(
     assert (codes["clipped"].fillna(0) < 0.5).all()
 
 
-def test_unpermuted_heads_keep_their_order(tmp_path: Path) -> None:
+def test_unpermuted_heads_keep_their_order() -> None:
     ours = original()
     theirs = {
         f"blk.{n.split('.')[2]}.{ROLES['.'.join(n.split('.')[3:5])]}.weight": x + np.float32(0.01)
@@ -88,7 +86,7 @@ def test_unpermuted_heads_keep_their_order(tmp_path: Path) -> None:
     assert "relation" not in table
 
 
-def test_transposed_tensors_are_measured(tmp_path: Path) -> None:
+def test_transposed_tensors_are_measured() -> None:
     x = np.random.default_rng(0).standard_normal((24, 16), np.float32)
     y = x.T + np.float32(0.01)
     result = xckpt.compare({"w": x, "v": x[:8]}, {"w": y, "v": x[:8]})
@@ -108,7 +106,7 @@ def test_a_matched_transposition_is_measured() -> None:
     assert table.loc["fc.weight", "rel_l2"] == 0
 
 
-def test_a_repeated_comparison_reads_nothing(quantised: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_repeated_comparison_reads_nothing(quantised: tuple[Path, Path]) -> None:
     first = xckpt.compare(*quantised, names=_names())
     second = xckpt.compare(*quantised, names=_names())
     assert first.identical(second)

@@ -103,8 +103,9 @@ class Places:
             structure.channels(name) if name in structure else None
             for structure, name in zip(self.structures, names, strict=True)
         )
-        is_known = first is not None and second is not None
-        return is_known and first.are_known and second.are_known and first.rows != second.rows
+        if first is None or second is None:
+            return False
+        return first.are_known and second.are_known and first.rows != second.rows
 
     def heads(self, names: tuple[str, str]) -> list[int]:
         """Return the numbers of the heads of a query or a key that either side states."""
@@ -187,13 +188,15 @@ def unlike_siblings(
     numbers = {case.match.name: n for n, case in enumerate(cases) if case.status == "only_b"}
     for n, case in enumerate(cases):
         explanation = explanations.get(n)
-        is_ours = case.match.ours is not None and case.match.name in places.structures[0]
-        if explanation is None or explanation.outcome != "explained" or not is_ours:
+        ours = case.match.ours
+        if ours is None or case.match.name not in places.structures[0]:
+            continue
+        if explanation is None or explanation.outcome != "explained":
             continue
         is_joined = {"fused", "split", "merged"} & set(explanation.causes)
         if not is_joined and not explanation.is_constant:
             key = places.structures[0].siblings_key(case.match.name).template
-            groups[key, len(case.match.ours.array.shape)].append(n)
+            groups[key, len(ours.array.shape)].append(n)
     suspects: list[tuple[int, Explanation, int]] = []
     for members in groups.values():
         layouts = Counter([explanations[n].layout for n in members])

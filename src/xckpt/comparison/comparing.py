@@ -364,7 +364,7 @@ def _warn_of_no_match(
     warn(text)
 
 
-def _add_explanations(
+def _add_explanations(  # noqa: PLR0917
     entries: Sequence[Described],
     rows: Sequence[Sequence[Match]],
     values: Sequence[Any],

@@ -157,7 +157,7 @@ def _rows_of(
 # --- by names and content ------------------------------------------------------------------------
 
 
-def _partners(
+def _partners(  # noqa: C901  the rules in their order
     ours: Mapping[str, ElementStream],
     theirs: Mapping[str, ElementStream],
     places: Places,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.comparison.comparing import compare_pairs
+from xckpt.comparison.measure import compare_pairs
 from xckpt.comparison.pairs import pair_of
 from xckpt.formatting import binary_size
 from xckpt.health.evidence import CODED, EVERY, Rule

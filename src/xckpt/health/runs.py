@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from xckpt.comparison.comparing import compare_pairs
-from xckpt.comparison.measure import MEASURES
+from xckpt.comparison.measure import MEASURES, compare_pairs
 from xckpt.comparison.pairs import pair_of
 from xckpt.datasets.tensors import run_dim
 from xckpt.errors import some

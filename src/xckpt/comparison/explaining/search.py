@@ -294,7 +294,7 @@ def contents(tensor: Sketched) -> Any:
     return tensor.shape, tensor.sketch.low, tensor.sketch.high, totals
 
 
-def _screened(
+def _screened(  # noqa: C901
     ours: list[Sketched], theirs: list[Sketched], *, is_extended: bool
 ) -> Iterator[tuple[Sketched, Sketched]]:
     """Yield pairs whose sums along some axis agree in order."""
