@@ -392,18 +392,16 @@ def _suspect(
 
 def _of_one_direction(
     sample: SampledPairs, thin: SampledPairs, *, backwards: bool
-) -> tuple[list[tuple[float, Relation]], list[Relation]]:
+) -> tuple[list[tuple[float, Relation]], list[Elementwise]]:
     """Return relations with their shares of a thin sample, and those that hold for the sample."""
     suspected = [
         (share, replace(relation, backwards=backwards))
         for share, relation in Elementwise.suspected(thin.reverse if backwards else thin)
     ]
-    shares: list[tuple[float, Relation]] = [
-        (share, relation) for share, relation in suspected if _is_shown(relation, thin)
-    ]
-    certain = [relation for share, relation in shares if share == 1.0][:_TRIED]
+    suspected = [(share, relation) for share, relation in suspected if _is_shown(relation, thin)]
+    certain = [relation for share, relation in suspected if share == 1.0][:_TRIED]
     size = len(sample.x)
-    return shares, [entry for entry in certain if entry.count_in(sample.x, sample.y) == size]
+    return [*suspected], [e for e in certain if e.count_in(sample.x, sample.y) == size]
 
 
 def _is_shown(relation: Relation, sample: SampledPairs) -> bool:
