@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 #: Widths of texts, in columns of a terminal.
 WIDEST_CELL = 120
-LONGEST_SENTENCE = 600
+LONGEST_SENTENCE = 400
+_LONGEST_LEAD = 600
 _LEAST_DETAIL = 24
 #: Kinds of fields that are aligned at their ends.
 NUMERIC = frozenset({"number", "count", "size", "share"})
@@ -181,8 +182,9 @@ def severity_of(sentence: Sentence) -> str:
     return "" if sentence.kind in _PLAIN_KINDS else printable(sentence.kind)
 
 
-def sentence_text(sentence: Sentence, room: int = LONGEST_SENTENCE) -> str:
+def sentence_text(sentence: Sentence, room: int = _LONGEST_LEAD) -> str:
     """Return a printable sentence without its severity; its detail takes the remaining room."""
+    room = min(room, _LONGEST_LEAD if sentence.kind == "lead" else LONGEST_SENTENCE)
     text = shortened(printable(sentence.text), room)
     if not sentence.detail:
         return text

@@ -119,7 +119,7 @@ class _Writer:
             yield indent + shortened(printable(sentence.text), room)
             return
         label = f"{severity}: " if severity else ""
-        text = sentence_text(sentence, min(LONGEST_SENTENCE, room * (_MOST_LINES - 1)) - len(label))
+        text = sentence_text(sentence, room * (_MOST_LINES - 1) - len(label))
         lines = wrapped(label + text, room, _MOST_LINES, "" if sentence.kind == "lead" else _INDENT)
         for line in lines:
             rest = line.removeprefix(severity)
