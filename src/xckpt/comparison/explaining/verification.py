@@ -365,7 +365,7 @@ def _suspect(
             shares_back, certain_back = _of_one_direction(sample, thin, backwards=True)
             shares += shares_back
             certain += [relation for relation in certain_back if relation.causes or not certain]
-        plain = [r for r in certain if isinstance(r, Elementwise) and not r.masked]
+        plain = [relation for relation in certain if not relation.masked]
         if plain:
             # Elements outside the sample may have been set to zero.
             return *plain, *(replace(relation, masked=True) for relation in plain)
