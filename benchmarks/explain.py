@@ -59,7 +59,7 @@ def _in_place(new: Any, n: int) -> Iterator[tuple[str, Array, Array]]:
     yield "scaled", (x := new(n, n)), x * F32(0.3)
     yield "transposed", (x := new(n, n)), x.T
     yield "rows_permuted", (x := new(n, n)), x[rng.permutation(n)]
-    yield "rope_permuted", (x := new(n, n)), _interleaved(x)
+    yield "rope_permuted.q_proj", (x := new(n, n)), _interleaved(x)
     yield "pruned", (x := new(n, n)), np.where(rng.random((n, n)) < 0.5, F32(0), x)
     yield "low_rank", (x := new(n, n)), x + new(n, 8) @ new(8, n)
     yield "quantised", (x := new(n, n)), _quantised(x)
