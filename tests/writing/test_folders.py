@@ -91,3 +91,20 @@ def test_a_selection_is_no_whole_model_and_an_error_leaves_no_folder() -> None:
     xckpt.convert("base", "out/")
     with pytest.raises(FileExistsError):
         xckpt.convert("base", "out/")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("has_index", [False, True])
+def test_shards_of_another_model_are_refused(
+    has_index: bool, overwrite: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    xckpt.convert("base", "out/", max_shard_size=300)
+    if not has_index:
+        Path("out/model.safetensors.index.json").unlink()
+    before = names("out")
+    changed = xckpt.open("base") + 1
+    with pytest.raises(ValueError, match=r"model-00001-of-00003\.safetensors.*remove them"):
+        changed.ckpt.save("out/", overwrite=overwrite)
+    assert main(["convert", "base", "out", *(["--overwrite"] if overwrite else [])]) == 2
+    assert "model-00001-of-00003.safetensors" in capsys.readouterr().err
+    assert names("out") == before

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from xckpt import formats
 from xckpt.elements import WIDE_FLOATS
-from xckpt.errors import CheckpointError
+from xckpt.errors import CheckpointError, some
 from xckpt.index import Index
 from xckpt.opening import open_index
 from xckpt.opening.names import INDEX_SUFFIX
@@ -204,6 +204,9 @@ def into_folder(function: F) -> F:
         is_part = keywords.get("tensors") is not None or keywords.get("exclude") is not None
         is_whole = not is_part and keywords.get("compute", True) and not is_remote(folder)
         options = {k: v for k, v in keywords.items() if k not in (source_key, path_key, engine_key)}
+        if not is_remote(folder):
+            is_sharded = keywords.get("max_shard_size") is not None and keywords.get("overwrite")
+            _require_no_shards(Path(local_path(folder)), Path(file), is_replaced=is_sharded)
         with _made(folder):
             result = function(source, _InFolder(file) if is_whole else file, engine, **options)
         if is_whole:
@@ -211,6 +214,20 @@ def into_folder(function: F) -> F:
         return result
 
     return written  # type: ignore[return-value]
+
+
+def _require_no_shards(folder: Path, file: Path, *, is_replaced: bool) -> None:
+    """Raise if a folder has shards, or their index, that readers would prefer to a new file."""
+    if is_replaced:
+        return
+    shards = [*folder.glob(f"{file.stem}-*-of-*{file.suffix}"), folder / (file.name + INDEX_SUFFIX)]
+    found = sorted(path.name for path in shards if path.exists())
+    if found:
+        # No `FileExistsError`: `overwrite` does not help.
+        raise ValueError(
+            f"{folder}/ has another checkpoint, which readers would prefer to {file.name}: "
+            f"{some(found, 'files')}; choose another folder, or remove them first"
+        )
 
 
 @contextmanager
