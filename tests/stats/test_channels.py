@@ -197,3 +197,9 @@ def test_more_channels_than_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> No
     huge = da.zeros((1 << 22, 4), chunks=(1 << 20, 4))
     with pytest.raises(xckpt.TooLargeError, match="fewer of its channels"):
         compare(as_dataset(huge), as_dataset(huge), dim=-1, compute=False)
+
+
+def test_the_view_along_an_axis_counts_channels() -> None:
+    ds = xr.Dataset({"w": (("a", "b"), np.ones((3, 4), "f4"))})
+    assert "3 channels: 23 statistics" in repr(xckpt.stats(ds, dim="a").ckpt)
+    assert "1 tensor: 23 statistics" in repr(xckpt.stats(ds).ckpt)

@@ -54,7 +54,8 @@ def result_blocks(result: xr.Dataset) -> list[Block] | None:
     files = [result.attrs.get("source"), result.attrs.get("compared_with")]
     title = " with ".join(base_name(str(file)) for file in files if file)
     noun = f"{kind} of" if title else kind
-    tensors = counted(len(tensor_names(result)), "tensor")
+    unit = "channel" if has_channels(result) else "tensor"
+    tensors = counted(len(tensor_names(result)), unit)
     if kind == "Histogram":
         return [Heading(title, noun, [tensors, f"{result.sizes['bin']} bins"])]
     if any(hasattr(data_of(variable), "dask") for variable, _ in named_tensors(result)):
