@@ -201,5 +201,5 @@ def test_more_channels_than_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_view_along_an_axis_counts_channels() -> None:
     ds = xr.Dataset({"w": (("a", "b"), np.ones((3, 4), "f4"))})
-    assert "3 channels: 23 statistics" in repr(xckpt.stats(ds, dim="a").ckpt)
+    assert "4 channels: 23 statistics" in repr(xckpt.stats(ds, dim="a").ckpt)
     assert "1 tensor: 23 statistics" in repr(xckpt.stats(ds).ckpt)
