@@ -205,7 +205,7 @@ def into_folder(function: F) -> F:
         is_whole = not is_part and keywords.get("compute", True) and not is_remote(folder)
         options = {k: v for k, v in keywords.items() if k not in (source_key, path_key, engine_key)}
         if not is_remote(folder):
-            is_sharded = keywords.get("max_shard_size") is not None and keywords.get("overwrite")
+            is_sharded = "max_shard_size" in keywords and bool(keywords.get("overwrite"))
             _require_no_shards(Path(local_path(folder)), Path(file), is_replaced=is_sharded)
         with _made(folder):
             result = function(source, _InFolder(file) if is_whole else file, engine, **options)
