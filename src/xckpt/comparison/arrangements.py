@@ -379,6 +379,11 @@ def cropped(shape: Shape, axis: int, start: int, stop: int) -> Cropped:
     return Cropped(tuple(at), (*shape[:axis], stop - start, *shape[axis + 1 :]))
 
 
+def lines_along(axis: int) -> str:
+    """Return the word for what lies one after the other along an axis."""
+    return {0: "rows", 1: "columns"}.get(axis, f"axis {axis}")
+
+
 class Layer(Step):
     """A new axis of length 1 in front."""
 

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     #: Verifies, for each pair of a case and steps, whether its elements are related by the steps.
     Verify = Callable[[Sequence[tuple[int, tuple[Step, ...]]]], Sequence[bool]]
 
-__all__ = ["Places", "doubt", "unlike_siblings"]
+__all__ = ["TURNED_SLOTS", "Places", "doubt", "unlike_siblings"]
 
-_SLOTS_OF_HEADS = {"attention.query": "head", "attention.key": "head_kv"}
+#: Slots that rotary embeddings turn, with the axes of their heads.
+TURNED_SLOTS = {"attention.query": "head", "attention.key": "head_kv"}
 _ROTARY_ROLES = frozenset({"query", "key"})
 # Slots and kinds of modules whose weights have one order of axes in all libraries.
 _UPRIGHT = frozenset({"token_embedding", "norm"})
@@ -111,11 +112,10 @@ class Places:
         """Return the numbers of the heads of a query or a key that either side states."""
         numbers: dict[int, None] = {}
         for structure, place in zip(self.structures, self.both(names), strict=True):
-            axis = _SLOTS_OF_HEADS.get(place.slot) if place is not None else None
+            axis = TURNED_SLOTS.get(place.slot) if place is not None else None
             if place is None or axis is None:
                 continue
-            sizes, front = structure.sizes, f"{place.component}." if place.component else ""
-            stated = [sizes.get(front + name, sizes.get(name)) for name in (axis, "head")]
+            stated = structure.sizes_of(place.component, axis, "head")
             numbers |= dict.fromkeys([heads for heads in stated if heads][:1])
         return list(numbers)
 

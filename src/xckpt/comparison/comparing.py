@@ -294,7 +294,11 @@ def compare(
             )
             merges = open_merges(adapter, ours, ours_names, storage_options)
         summary = _add_explanations(
-            entries, rows, values, attrs, places, sums, progress=progress, merges=merges
+            *(entries, rows, values, attrs),
+            places=places,
+            sums=sums,
+            progress=progress,
+            merges=merges,
         )
     if compute:  # explanations take close tensors as changed
         values = mark_close(values, bounds)
@@ -364,21 +368,20 @@ def _warn_of_no_match(
     warn(text)
 
 
-def _add_explanations(  # noqa: PLR0917
+def _add_explanations(
     entries: Sequence[Described],
     rows: Sequence[Sequence[Match]],
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
+    *,
     places: Places,
     sums: dict[str, tuple[float, ...]],
-    *,
     progress: ProgressOption,
     merges: Merges | None,
 ) -> dict[str, str]:
     """Add explanations to the attributes of variables; return the sentence about all of them."""
     from xckpt.comparison.explaining.outcome import Case, explained_attrs, sentence
     from xckpt.comparison.explaining.passes import explain
-    from xckpt.comparison.layouts import Layouts
 
     cases = []
     for entry, matches, measured in zip(entries, rows, values, strict=True):
@@ -393,7 +396,7 @@ def _add_explanations(  # noqa: PLR0917
         rows = compare_pairs(pairs, progress=False, cache=False)
         return [dict(zip(MEASURES, row, strict=True)) for row in rows.tolist()]
 
-    explanations = explain(cases, places, measure, progress, merges, Layouts(places.structures))
+    explanations = explain(cases, places, measure, progress, merges)
     _measure_related(entries, cases, values, explanations, sums)
     remaining = iter(explanations)
     for entry, matches, attr in zip(entries, rows, attrs, strict=True):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.arrays.lazy import dense_values
-from xckpt.comparison.arrangements import Reshaped, View, cropped
+from xckpt.comparison.arrangements import Reshaped, View, cropped, lines_along
 from xckpt.comparison.layouts import Conversion, Piece
 from xckpt.structure.pieces import (
     are_in_order,
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _PROBED, _NEAR = 16, 2.0**-6
 # Padding that aligns a parameter, and padding at the end, in elements.
 _MOST_ALIGNED, _MOST_AT_END = 16, 1 << 14
+# `_FLAT_PARAM_PADDING_VALUE` in torch/distributed/fsdp/_flat_param.py.
+_MARK = 42
 # Places that the search for an order visits, and parameters of a module.
 _MOST_VISITED, _MOST_PARTS = 1 << 13, 1 << 12
 
@@ -105,13 +107,12 @@ def _divided(
         extents = [s[axis] for s in shapes]
         if others != {(*shape[:axis], *shape[axis + 1 :])} or sum(extents) != extent:
             continue
-        lines = {0: "rows", 1: "columns"}.get(axis, f"axis {axis}")
         bounds = list(accumulate(extents, initial=0))
         pieces = tuple(
             [Piece(name, part, (cropped(shape, axis, *pair),))
              for part, pair in zip(names, pairwise(bounds), strict=True)]
         )  # fmt: skip
-        yield Conversion(pieces, f"along the {lines} {ranks}", key=("ranks", axis))
+        yield Conversion(pieces, f"along the {lines_along(axis)} {ranks}", key=("ranks", axis))
         if sum(fused) == extent and len(set(extents)) == 1:
             yield from _each_fused(name, shape, axis, names, fused)
 
@@ -289,10 +290,6 @@ def _is_padding(vector: _Vector, start: int, stop: int, most: int) -> bool:
         return False
     values = vector.read(start, stop)
     return bool(np.all((values == 0) | (values == _MARK)))
-
-
-# `_FLAT_PARAM_PADDING_VALUE` in torch/distributed/fsdp/_flat_param.py.
-_MARK = 42
 
 
 def _conversion(vector: _Vector, slots: Sequence[_Slot]) -> Conversion:

@@ -18,10 +18,19 @@ nothing: `explaining` verifies each piece on every element. `division` has the l
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.comparison.arrangements import Cropped, Padded, Regrouped, Reshaped, Transposed, cropped
+from xckpt.comparison.arrangements import (
+    Cropped,
+    Padded,
+    Regrouped,
+    Reshaped,
+    Transposed,
+    cropped,
+    lines_along,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -325,12 +334,8 @@ class Layouts:
 
     def _sizes(self, component: str, *keys: str) -> list[int]:
         """Return the sizes that either model has under the first of some keys that is known."""
-        sizes = []
-        for structure in self._structures:
-            own = structure.sizes
-            spelled = [spelling for key in keys for spelling in (f"{component}.{key}", key)]
-            sizes += [own[key] for key in spelled if key in own][:1]
-        return list(dict.fromkeys(sizes))
+        stated = [structure.sizes_of(component, *keys)[:1] for structure in self._structures]
+        return list(dict.fromkeys(chain.from_iterable(stated)))
 
     def _group_counts(self, component: str, rows: Sequence[int]) -> list[int]:
         """Return how many groups of heads queries, keys and values of these rows may have."""
@@ -416,10 +421,8 @@ class Layouts:
             and len(whole.shape) != 2
         ):
             return "stacked"
-        lines = {0: "rows", 1: "columns"}.get(
-            whole._replace(outputs=order.outputs).rows, "last axis"
-        )
-        return f"one after the other along the {lines}"
+        axis = whole._replace(outputs=order.outputs).rows
+        return f"one after the other along the {lines_along(axis) if axis < 2 else 'last axis'}"
 
     def _orders(self, whole: Located, parts: _Catalogue) -> Iterator[_Order]:
         """Yield the hypotheses about the layout of a whole, the likeliest first."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.comparison.arrangements import RopePermuted, Transposed, arranged
-from xckpt.comparison.explaining.verification import Side, correlation_of, sample_of
+from xckpt.comparison.arrangements import RopePermuted, Transposed
+from xckpt.comparison.classify import TURNED_SLOTS
+from xckpt.comparison.explaining.verification import correlation_of, sample_of, sides_after
 from xckpt.comparison.pairs import identity_of, pair_of
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.storage.limits import cpu_count
@@ -30,15 +31,12 @@ if TYPE_CHECKING:
 
     StepChain = tuple[Step, ...]
 
-__all__ = ["known_chains", "relate_known", "related_pair"]
-
 # Elements in the two orders correlate less than this if they are not the same numbers.
 _RELATED = 0.5
 # Margin by which a stated relation has to agree better than the elements at their own positions.
 _CLEARLY = 0.1
 # Sizes of heads to try if no side states one.
 _USUAL_HEADS = (128, 64, 256, 80, 96, 32, 16)
-_TURNED = frozenset({"attention.query", "attention.key"})
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,8 @@ class _Choice:
         ours, theirs = self.match.ours, self.match.theirs
         if ours is None or theirs is None:
             return -1.0
-        pair = related_pair(ours, theirs, steps, self.match.name)
-        sides = Side.of(arranged(ours.array, steps), ours), Side.whole(theirs)
-        sample = sample_of(pair, *sides)
+        pair = _related_pair(ours, theirs, steps, self.match.name)
+        sample = sample_of(pair, *sides_after(ours, theirs, steps))
         return correlation_of(sample.x, sample.y)
 
 
@@ -79,7 +76,7 @@ def relate_known(
         ours, theirs = match.ours, match.theirs
         if ours is None or theirs is None or match.problem is not None or not match.size:
             continue
-        chains = known_chains(match, places)
+        chains = _known_chains(match, places)
         if chains:
             identity = identity_of(ours, theirs, repr(chains))
             choices[id(match)] = _Choice(match, chains, ours.kind, identity)
@@ -102,22 +99,22 @@ def relate_known(
 def _related(match: Match, steps: StepChain) -> Match:
     if not steps or match.ours is None or match.theirs is None:
         return match
-    related = related_pair(match.ours, match.theirs, steps, match.name)
+    related = _related_pair(match.ours, match.theirs, steps, match.name)
     return match._replace(steps=steps, related=related)
 
 
-def related_pair(
+def _related_pair(
     ours: ElementStream, theirs: ElementStream, steps: StepChain, name: str
 ) -> Zip | ChunkedZip:
     """Return a pair of the elements that belong together after steps."""
-    view = arranged(ours.array, steps)
-    pair = pair_of(Side.of(view, ours).reader(name), Side.whole(theirs).reader(name), name)
+    first, second = sides_after(ours, theirs, steps)
+    pair = pair_of(first.reader(name), second.reader(name), name)
     if steps:
         pair.identity = identity_of(ours, theirs, repr(steps))
     return pair
 
 
-def known_chains(match: Match, places: Places) -> list[StepChain]:
+def _known_chains(match: Match, places: Places) -> list[StepChain]:
     """Return the chains of steps that the match, the shapes, or the places of two tensors state."""
     ours, theirs, partner = match.ours, match.theirs, match.partner
     if ours is None or theirs is None:
@@ -142,7 +139,7 @@ def _rope_steps(
     ours, theirs = places.both(names)
     if ours is None or theirs is None or ours.slot != theirs.slot or not shape:
         return []
-    is_known = ours.is_rotary and theirs.is_rotary and ours.slot in _TURNED
+    is_known = ours.is_rotary and theirs.is_rotary and ours.slot in TURNED_SLOTS
     if not is_known or ours.alternates == theirs.alternates:
         return []
     is_undone = ours.alternates is True or theirs.alternates is False

@@ -151,6 +151,12 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         by_family = self.models.sizes if self.models is not None else {}
         return {**self.facts.sizes, **by_family}
 
+    def sizes_of(self, component: str, *axes: str) -> list[int]:
+        """Return the known sizes of axes in a component, or else in the model."""
+        sizes = self.sizes
+        stated = [sizes.get(f"{component}.{axis}", sizes.get(axis)) for axis in axes]
+        return [size for size in stated if size is not None]
+
     def place(self, name: str) -> Place | None:
         """Return the place of a tensor in its family; None if it is unknown."""
         if self.models is None or self.roles[name] in OF_TRAINING:

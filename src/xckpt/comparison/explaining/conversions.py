@@ -7,26 +7,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.comparison.arrangements import Cropped, Reshaped, arranged, undone
 from xckpt.comparison.division import divisions
 from xckpt.comparison.explaining.outcome import Explanation, both, quoted, related, unlike
-from xckpt.comparison.explaining.verification import Link, Side, examine
-from xckpt.comparison.explaining.work import ALONE
-from xckpt.comparison.layouts import Conversion, Piece
+from xckpt.comparison.explaining.verification import Link, Side, examine_in_turn
+from xckpt.comparison.explaining.work import ALONE, SIDES
+from xckpt.comparison.layouts import Conversion, Layouts, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.arrangements import Shape, Step
+    from xckpt.comparison.explaining.verification import Attempt
     from xckpt.comparison.explaining.work import Explanations, Work
-    from xckpt.comparison.layouts import Layouts
 
-_SIDES = ("a", "b")
 # The most layouts to verify for a tensor.
 _MOST_TRIED = 12
 
@@ -39,41 +38,22 @@ class _Tensor(NamedTuple):
     reader: ElementStream
 
 
-class _Tried(NamedTuple):
-    """A conversion, with a link for each of its pieces."""
-
-    conversion: Conversion
-    links: list[Link]
-
-    @property
-    def held(self) -> int:
-        """Number of the pieces that hold for all elements."""
-        return sum([link.relation is not None for link in self.links])
-
-    @property
-    def likelihood(self) -> float:
-        """Number of the pieces that hold, and in part that hold for most elements."""
-        return sum([1.0 if link.relation else link.likely[0] / 2 if link.likely else 0.0
-                    for link in self.links])  # fmt: skip
-
-
 def converted(work: Work) -> Explanations:
     """Explain tensors in the layouts of known conversions."""
-    layouts = work.layouts
-    if layouts is None:
-        return {}
+    layouts = Layouts(work.places.structures)
     explanations = _pairs(work, layouts)
     for side in (1, 0):
         numbers = [n for n in work.open if n not in explanations]
         wholes = _tensors(work, numbers, side, {ALONE[side], "shape"})
         parts = _tensors(work, numbers, 1 - side, {ALONE[1 - side]})
         if wholes and parts:
-            joints = {**layouts.joints(side, _shapes(wholes), _shapes(parts))}
-            fused = partial(_fused, layouts, side, _shapes(wholes))
-            joints = {**divisions(_arrays(wholes), _arrays(parts), fused), **joints}
+            shapes = _shapes(wholes)
+            fused = partial(_fused, layouts, side, shapes)
+            joints = divisions(_arrays(wholes), _arrays(parts), fused)
+            joints |= layouts.joints(side, shapes, _shapes(parts))
             for tried in _verified(work, joints.values(), wholes, parts, side):
                 held = _described(work, tried, wholes, parts, side)
-                if tried.held == len(tried.links):
+                if tried.holds:
                     explanations |= held
                 elif tried.held * 2 >= len(tried.links):
                     work.partly_held.append(held)
@@ -149,33 +129,14 @@ def _verified(
     wholes: Mapping[str, _Tensor],
     parts: Mapping[str, _Tensor],
     side: int,
-) -> list[_Tried]:
-    """Return the best conversion of each suggestion, after verifying them in turn.
+) -> Iterable[Attempt[Conversion]]:
+    """Return the best conversion of each suggestion, after verifying them in turn."""
 
-    A layout that holds for one tensor is tried first on its siblings.
-    """
-    results: list[_Tried] = []
-    pending = [(list(conversions[:_MOST_TRIED]), list[_Tried]()) for conversions in suggestions]
-    held: dict[object, None] = {}
-    while pending:
-        batch = []
-        for untried, _ in pending:
-            untried.sort(key=lambda conversion: conversion.key not in held)
-            conversion = untried.pop(0)
-            links = [_link(work, piece, wholes, parts, side) for piece in conversion.pieces]
-            batch.append(_Tried(conversion, links))
-        examine(list(chain.from_iterable(entry.links for entry in batch)), work.bar)
-        remaining = []
-        for (untried, earlier), entry in zip(pending, batch, strict=True):
-            earlier.append(entry)
-            if entry.held == len(entry.links):
-                held[entry.conversion.key] = None
-            if entry.held == len(entry.links) or not untried:
-                results.append(max(earlier, key=lambda tried: (tried.held, tried.likelihood)))
-            else:
-                remaining.append((untried, earlier))
-        pending = remaining
-    return results
+    def links_of(conversion: Conversion) -> list[Link]:
+        return [_link(work, piece, wholes, parts, side) for piece in conversion.pieces]
+
+    limited = {n: conversions[:_MOST_TRIED] for n, conversions in enumerate(suggestions)}
+    return examine_in_turn(limited, links_of, work.bar, attrgetter("key")).values()
 
 
 def _link(
@@ -222,13 +183,13 @@ def _run_of(shape: tuple[int, ...], steps: Sequence[Step]) -> int | None:
 
 def _described(
     work: Work,
-    tried: _Tried,
+    tried: Attempt[Conversion],
     wholes: Mapping[str, _Tensor],
     parts: Mapping[str, _Tensor],
     side: int,
 ) -> Explanations:
     """Explain the tensors of a conversion; a piece that does not hold is a change."""
-    conversion = tried.conversion
+    conversion = tried.suggestion
     cause = "fused" if side else "split"
     extra = ("regrouped",) if conversion.is_regrouped else ()
     fault = () if conversion.is_in_order else ("misplaced",)
@@ -244,7 +205,7 @@ def _described(
         is_part, name = key[0] == "1", key[1:]
         others = list(dict.fromkeys(
             [piece.whole if is_part else piece.part for piece, *_ in entries]))  # fmt: skip
-        head = f"{quoted(others)} of {_SIDES[side if is_part else 1 - side]}, {conversion.words}"
+        head = f"{quoted(others)} of {SIDES[side if is_part else 1 - side]}, {conversion.words}"
         if is_part:
             head = f"part of {head}"
         held = [explanation for *_, explanation in entries if explanation is not None]

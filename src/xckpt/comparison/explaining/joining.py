@@ -15,6 +15,7 @@ from xckpt.comparison.arrangements import (
     Layer,
     Padded,
     arranged,
+    lines_along,
     part_of,
     undone,
 )
@@ -24,7 +25,7 @@ from xckpt.comparison.explaining.outcome import Explanation, quoted, related, un
 from xckpt.comparison.explaining.search import contents
 from xckpt.comparison.explaining.sketches import groups_of
 from xckpt.comparison.explaining.verification import Link, Side, examine
-from xckpt.comparison.explaining.work import ALONE
+from xckpt.comparison.explaining.work import ALONE, SIDES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.sketches import Sketched
     from xckpt.comparison.explaining.work import Explanations, Work
 
-_SIDES = ("a", "b")
 # Pairs of wholes and parts up to which the parts of every whole are searched, and wholes beyond it.
 _MOST_PAIRS, _MOST_SEARCHED = 50_000, 16
 _MOST_SIBLINGS = 4  # of a whole, whose analogy is tried
@@ -148,9 +148,9 @@ def _explanations(
     work: Work, joint: Joint, links: Sequence[Link], side: int, *, is_broken: bool
 ) -> Explanations:
     cause, whole = "fused" if side else "split", joint.whole
-    lines = {0: "rows", 1: "columns"}.get(joint.axis, f"axis {joint.axis}")
+    lines = lines_along(joint.axis)
     layout = "stacked" if joint.is_stack else f"one after the other along the {lines}"
-    head = f"part of {quoted([whole.name])} of {_SIDES[side]}, {layout}"
+    head = f"part of {quoted([whole.name])} of {SIDES[side]}, {layout}"
     order = f"; {_NOT_IN_ORDER}" if is_broken else ""
     fault = ("misplaced",) if is_broken else ()
     explanations: Explanations = {}
@@ -179,7 +179,7 @@ def _explanations(
     names = joint.order.parts
     causes_of_parts = dict.fromkeys(change for part in parts for change in part.changes)
     texts = dict.fromkeys(part.text for part in parts if part.changes)
-    text = f"{quoted(names)} of {_SIDES[1 - side]}, {layout}"
+    text = f"{quoted(names)} of {SIDES[1 - side]}, {layout}"
     text = "; ".join([text, *list(texts)[:2]]) + order
     if different:
         text += f"; different from {quoted(different)}"

@@ -17,7 +17,7 @@ from xckpt.comparison.explaining.joining import joined
 from xckpt.comparison.explaining.outcome import Explanation, related, unreadable
 from xckpt.comparison.explaining.renaming import expected, renamed
 from xckpt.comparison.explaining.search import ALIKE, arrangements
-from xckpt.comparison.explaining.verification import Link, Side, examine
+from xckpt.comparison.explaining.verification import Link, Side, examine, sides_after
 from xckpt.comparison.explaining.work import Work
 from xckpt.comparison.layouts import tiled
 from xckpt.progress import Progress
@@ -28,22 +28,20 @@ if TYPE_CHECKING:
     from xckpt.comparison.classify import Places
     from xckpt.comparison.explaining.outcome import Case
     from xckpt.comparison.explaining.work import Compare, Explanations
-    from xckpt.comparison.layouts import Layouts
     from xckpt.comparison.merges import Merges
     from xckpt.progress import ProgressOption
 
 
-def explain(  # noqa: PLR0917
+def explain(
     cases: Sequence[Case],
     places: Places,
     compare: Compare,
     progress: ProgressOption,
     merges: Merges | None = None,
-    layouts: Layouts | None = None,
 ) -> list[Explanation | None]:
     """Return an explanation for each case; None if it was not compared."""
     with Progress(progress, "explanation") as bar:
-        work = Work(cases, places, compare, bar, layouts)
+        work = Work(cases, places, compare, bar)
         if merges is not None:
             # Before all others: a tensor that is equal on both sides is not merged.
             work.explanations |= merges.explain(cases, bar)
@@ -86,8 +84,7 @@ def in_place(work: Work) -> Explanations:
             if not case.match.size:
                 continue
             names = (case.match.name, case.other_name or case.match.name)
-            view = arranged(ours.array, case.match.steps)
-            order = (Side.of(view, ours), Side.whole(theirs))
+            order = sides_after(ours, theirs, case.match.steps)
             work.in_place[n] = Link(names, [order], work.places.offset(names))
     examine(list(work.in_place.values()), work.bar)
     by_tiles = {n: link for n in work.in_place if (link := _by_tiles(work, n)) is not None}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.streams import LEAF, ChunkedZip, columns_of, whole_leaves
-from xckpt.comparison.arrangements import parts_of_view
+from xckpt.comparison.arrangements import arranged, parts_of_view
 from xckpt.comparison.explaining.causes import LIKELY, Elementwise, SampledPairs
 from xckpt.comparison.explaining.quantised_causes import (
     Quantised,
@@ -28,12 +29,16 @@ from xckpt.storage.limits import cpu_count
 from xckpt.threads import Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from xckpt.arrays.streams import ElementStream, Zip
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.causes import Relation
     from xckpt.progress import Progress
     from xckpt.typing import Array
+
+T = TypeVar("T")
+K = TypeVar("K", bound="Hashable")
 
 #: Kinds with numbers that float64 cannot represent exactly.
 INEXACT = frozenset({"int64", "uint64", "complex128"})
@@ -92,6 +97,13 @@ class Side:
             return None
         is_whole = self.size == self.tensor.size
         return graded(self.tensor, self.run, None if is_whole else self.size)
+
+
+def sides_after(
+    ours: ElementStream, theirs: ElementStream, steps: Sequence[Step]
+) -> tuple[Side, Side]:
+    """Return two tensors as the sides of one order, the first one after steps."""
+    return Side.of(arranged(ours.array, steps), ours), Side.whole(theirs)
 
 
 @dataclass(slots=True)
@@ -261,6 +273,56 @@ def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> N
     results = gather(pairs, RelationCounts, lambda _, counts: counts, bar, arguments=arguments)
     for link, evidence in zip(tested, results, strict=True):
         link.evidence = evidence
+
+
+class Attempt(NamedTuple, Generic[T]):
+    """A suggestion, and the examined links that it consists of."""
+
+    suggestion: T
+    links: list[Link]
+
+    @property
+    def held(self) -> int:
+        """Number of the links that hold for all elements."""
+        return sum([link.relation is not None for link in self.links])
+
+    @property
+    def holds(self) -> bool:
+        """Whether all links hold."""
+        return self.held == len(self.links)
+
+    @property
+    def likelihood(self) -> float:
+        """Number of the links that hold, and in part that hold for most elements."""
+        return sum([1.0 if link.relation else link.likely[0] / 2 if link.likely else 0.0
+                    for link in self.links])  # fmt: skip
+
+
+def examine_in_turn(
+    suggestions: Mapping[K, Sequence[T]],
+    links_of: Callable[[T], list[Link]],
+    bar: Progress,
+    kind_of: Callable[[T], Hashable] = lambda _: None,
+) -> dict[K, Attempt[T]]:
+    """Examine the suggestions for each key, likeliest first, until one holds; return the best ones.
+
+    A kind of suggestion that holds for one key is tried first for the others.
+    """
+    results: dict[K, Attempt[T]] = {}
+    pending = [(key, list(untried), list[Attempt[T]]()) for key, untried in suggestions.items()]
+    held: set[Hashable] = set()
+    while pending := [entry for entry in pending if entry[1] and entry[0] not in results]:
+        for _, untried, tried in pending:
+            untried.sort(key=lambda suggestion: kind_of(suggestion) not in held)
+            suggestion = untried.pop(0)
+            tried.append(Attempt(suggestion, links_of(suggestion)))
+        examine(list(chain.from_iterable(tried[-1].links for *_, tried in pending)), bar)
+        for key, untried, tried in pending:
+            if tried[-1].holds:
+                held.add(kind_of(tried[-1].suggestion))
+            if tried[-1].holds or not untried:
+                results[key] = max(tried, key=lambda attempt: (attempt.held, attempt.likelihood))
+    return results
 
 
 def _suggest(link: Link) -> None:

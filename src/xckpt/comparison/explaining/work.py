@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.comparison.arrangements import Padded, Transposed, arranged, undone
 from xckpt.comparison.explaining.sketches import Sketched, sketched
-from xckpt.comparison.explaining.verification import Link, Side, examine
+from xckpt.comparison.explaining.verification import (
+    Link,
+    Side,
+    examine,
+    examine_in_turn,
+    sides_after,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +24,6 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.joints import Joint
     from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.comparison.explaining.search import StepChain
-    from xckpt.comparison.layouts import Layouts
     from xckpt.progress import Progress
 
     #: Compares pairs of tensors, and returns their measures.
@@ -30,6 +35,8 @@ Explanations = dict[int, "Explanation"]
 ALIGNED = 0.9
 #: Statuses of tensors that only one side has, by side.
 ALONE = ("only_a", "only_b")
+#: Names of the sides in sentences.
+SIDES = ("a", "b")
 # The most arrangements to verify for a pair.
 _MOST_TRIED = 4
 
@@ -42,7 +49,6 @@ class Work:
     places: Places
     compare: Compare
     bar: Progress
-    layouts: Layouts | None = None
     explanations: Explanations = field(default_factory=dict)
     #: Descriptions of changed tensors: relations that hold, but have causes that are not admitted.
     descriptions: Explanations = field(default_factory=dict)
@@ -94,7 +100,7 @@ class Work:
     def link(self, a: Sketched, b: Sketched, steps: Sequence[Step]) -> Link:
         """Return a link between two whole tensors, readable in the order of either."""
         ours, theirs = a.reader, b.reader
-        orders = [(Side.of(arranged(ours.array, steps), ours), Side.whole(theirs))]
+        orders = [sides_after(ours, theirs, steps)]
         undone_view = undone(theirs.array, steps) if steps else None
         if undone_view is not None:
             orders.append((Side.whole(ours), Side.of(undone_view, theirs)))
@@ -118,11 +124,10 @@ class Work:
             theirs = partner.match.theirs if theirs is None and partner is not None else theirs
             if ours is None or theirs is None:
                 continue
-            view = arranged(ours.array, steps)
-            if tuple(view.shape) == tuple(theirs.array.shape):
+            order = sides_after(ours, theirs, steps)
+            if tuple(order[0].view.shape) == tuple(theirs.array.shape):
                 pair_names = ours.name, theirs.name
-                orders = [(Side.of(view, ours), Side.whole(theirs))]
-                links[number] = Link(pair_names, orders, self.places.offset(pair_names))
+                links[number] = Link(pair_names, [order], self.places.offset(pair_names))
         examine(list(links.values()), self.bar, certain=True)
         return [n in links and links[n].relation is not None for n in range(len(tried))]
 
@@ -145,23 +150,10 @@ class Work:
         Returns, by the key of each pair, a link and its steps. The link holds for all elements if
         possible, else for most of them.
         """
-        best: dict[Any, tuple[Link, tuple[Step, ...]]] = {}
-        pending = [(key, a, b, list(untried[:_MOST_TRIED])) for key, a, b, untried in pairs]
-        while pending := [entry for entry in pending if entry[3]]:
-            untried = [untried.pop(0) for *_, untried in pending]
-            links = [
-                self.link(a, b, chain.steps)
-                for (_, a, b, _), chain in zip(pending, untried, strict=True)
-            ]
-            examine(links, self.bar)
-            for (key, *_), link, chain in zip(pending, links, untried, strict=True):
-                if key not in best or _rank(link) > _rank(best[key][0]):
-                    best[key] = link, chain.steps
-            pending = [entry for entry in pending if best[entry[0]][0].relation is None]
-        return best
-
-
-def _rank(link: Link) -> float:
-    if link.relation is not None:
-        return 2.0
-    return link.likely[0] if link.likely else 0.0
+        suggestions = {
+            key: [(a, b, chain.steps) for chain in untried[:_MOST_TRIED]]
+            for key, a, b, untried in pairs
+        }
+        attempts = examine_in_turn(suggestions, lambda tried: [self.link(*tried)], self.bar)
+        chosen = {key: attempts[key] for key in suggestions if key in attempts}
+        return {key: (tried.links[0], tried.suggestion[2]) for key, tried in chosen.items()}
