@@ -150,21 +150,21 @@ def _scale_block(x: Stored, rng: Rng) -> bool:
 
 @stored("scales of two blocks exchanged")
 def _exchange_scales(x: Stored, rng: Rng) -> bool:
-    blocks = _block_bytes(x)
-    if blocks is None or len(blocks) < 2:
-        return False
-    first, second = two(len(blocks), rng)
-    blocks[[first, second], :2] = blocks[[second, first], :2]
-    return True
+    return _exchange(x, rng, slice(2))
 
 
 @stored("two blocks exchanged")
 def _exchange_blocks(x: Stored, rng: Rng) -> bool:
+    return _exchange(x, rng, slice(None))
+
+
+def _exchange(x: Stored, rng: Rng, part: slice) -> bool:
+    """Exchange the same bytes of two blocks."""
     blocks = _block_bytes(x)
     if blocks is None or len(blocks) < 2:
         return False
     first, second = two(len(blocks), rng)
-    blocks[[first, second]] = blocks[[second, first]]
+    blocks[[first, second], part] = blocks[[second, first], part]
     return True
 
 

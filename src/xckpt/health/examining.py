@@ -16,15 +16,8 @@ from xckpt.health.evidence import Evidence
 from xckpt.health.rules import RULES
 from xckpt.index import paused_collector
 from xckpt.labels.filters import combined, select, select_or_raise, suggest_names
-from xckpt.notebook.documents import (
-    WIDEST_CELL,
-    Field,
-    Heading,
-    Sentence,
-    Shown,
-    Table,
-    more,
-)
+from xckpt.notebook.documents import WIDEST_CELL, Field, Heading, Sentence, Table, more
+from xckpt.notebook.shown import Shown
 from xckpt.options import ScanOptions, takes
 from xckpt.scan.entries import contents_of, entries_of, filter_of
 from xckpt.statistics.computing import QUANTILES

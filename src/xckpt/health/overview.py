@@ -9,16 +9,9 @@ import pandas as pd
 
 from xckpt.formatting import base_name, counted
 from xckpt.health.runs import COUNTING, changes_of, joint_norm
-from xckpt.notebook.documents import (
-    Field,
-    Heading,
-    Sentence,
-    Shown,
-    Table,
-    sentence_text,
-    severity_of,
-)
+from xckpt.notebook.documents import Field, Heading, Sentence, Table, sentence_text, severity_of
 from xckpt.notebook.folding import ascending
+from xckpt.notebook.shown import Shown
 from xckpt.notebook.summary import folded_findings
 from xckpt.notebook.views import finding_blocks
 from xckpt.opening.metrics import run_metrics

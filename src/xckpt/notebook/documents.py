@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 #: Widths of texts, in columns of a terminal.
 WIDEST_CELL = 120
 LONGEST_SENTENCE = 400
+WIDEST_PART = 38  # of a bar
 _LONGEST_LEAD = 600
 _LEAST_DETAIL = 24
+#: Names and values of a folded list to show, where a document cannot unfold it to all.
+MOST_ITEMS = 24
 #: Kinds of fields that are aligned at their ends.
 NUMERIC = frozenset({"number", "count", "size", "share"})
 #: Kinds of fields whose cells may have several lines.
@@ -129,35 +132,6 @@ class Picture(NamedTuple):
 
 
 Block: TypeAlias = Heading | Sentence | Table | Bar | Folded | Picture
-
-
-class Shown:
-    """Base class of objects that show themselves as blocks."""
-
-    __slots__ = ()
-
-    def _blocks(self) -> list[Block]:
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        from xckpt.notebook.text import to_text
-
-        return to_text(self._blocks())
-
-    def _repr_html_(self) -> str:
-        from xckpt.notebook.html import to_html
-
-        return to_html(self._blocks())
-
-
-class View(Shown):
-    """Blocks that show themselves in a notebook and a terminal."""
-
-    def __init__(self, blocks: list[Block]) -> None:
-        self._shown = blocks
-
-    def _blocks(self) -> list[Block]:
-        return self._shown
 
 
 # --- texts of all renderings ---------------------------------------------------------------------

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 from xckpt.formatting import binary_size, share, word
 from xckpt.notebook.documents import (
     LONGEST_SENTENCE,
+    MOST_ITEMS,
     NAMES,
     NUMERIC,
     WIDEST_CELL,
+    WIDEST_PART,
     Bar,
     Folded,
     Heading,
@@ -80,8 +82,7 @@ _LONGEST_UNBROKEN = 20
 _BAR_PIXELS = {"share": 40, "bar": 120}
 _LONGEST_PIECE = 40
 _MOST_PARTS = 8
-_MOST_FOLDED_ROWS, _MOST_ITEMS = 8, 24
-_WIDEST_PART, _WIDEST_WORD = 38, 32
+_MOST_FOLDED_ROWS, _WIDEST_WORD = 8, 32
 
 _STYLE = (
     "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:24px auto;padding:0 16px}"
@@ -206,7 +207,7 @@ class _Writer:
             yield "</div>"
         yield "<div>"
         for n, part in parts:
-            label = f"{_text(part.label, _WIDEST_PART)} {binary_size(part.nbytes)}"
+            label = f"{_text(part.label, WIDEST_PART)} {binary_size(part.nbytes)}"
             percent = self.muted(escape(share(part.nbytes, total)))
             yield f"<span{self.style['part']}>{_key(_color(n))}{label} {percent}</span> "
         yield self.muted(more(len(bar.parts) - _MOST_PARTS)) + "</div>"
@@ -215,7 +216,7 @@ class _Writer:
         yield from self.list(f"{folded.title} ({folded.total:,})", folded.items, folded.total)
 
     def list(
-        self, title: str, items: Iterable[tuple[str, str]], count: int, most: int = _MOST_ITEMS
+        self, title: str, items: Iterable[tuple[str, str]], count: int, most: int = MOST_ITEMS
     ) -> Iterator[str]:
         """Write pairs of a name and a value as a list that is folded at first."""
         yield f"<details{self.style['fold']}><summary{self.style['click']}>"

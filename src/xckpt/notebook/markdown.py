@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from xckpt.formatting import binary_size, printable, share, shortened, word
 from xckpt.notebook.documents import (
+    LONGEST_SENTENCE,
+    MOST_ITEMS,
     NAMES,
     NUMERIC,
     WIDEST_CELL,
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["to_markdown"]
 
 _ESCAPES = str.maketrans({character: f"\\{character}" for character in r"\`*_{}[]<>|~$&#@!"})
-_MOST_ITEMS = 24
 
 
 def to_markdown(blocks: Iterable[Block]) -> str:
@@ -58,7 +59,9 @@ def _heading(heading: Heading) -> str:
         return f"{'#' * heading.level} {_text(heading.title)}"
     facts = " · ".join([_text(fact) for fact in heading.facts])
     return "  \n".join(
-        filter(None, (f"**{_text(heading.label)}** · {facts}", _text(heading.phrase, 400)))
+        filter(
+            None, (f"**{_text(heading.label)}** · {facts}", _text(heading.phrase, LONGEST_SENTENCE))
+        )
     )
 
 
@@ -85,7 +88,7 @@ def _folded(folded: Folded) -> str:
 
 
 def _list(items: Iterable[str], count: int) -> str:
-    return " · ".join([*islice(items, _MOST_ITEMS), *filter(None, [more(count - _MOST_ITEMS)])])
+    return " · ".join([*islice(items, MOST_ITEMS), *filter(None, [more(count - MOST_ITEMS)])])
 
 
 def _table(table: Table) -> str:
@@ -101,7 +104,7 @@ def _table(table: Table) -> str:
         else:
             lines.append([_cell(row[n], field) for n, field in zip(shown, fields, strict=True)])
     text = "\n".join([f"| {' | '.join(cells)} |" for cells in lines]) if table.rows else ""
-    return "\n\n".join(filter(None, (text, _text(table.rest, 400))))
+    return "\n\n".join(filter(None, (text, _text(table.rest, LONGEST_SENTENCE))))
 
 
 def _cell(cell: Cell, field: Field) -> str:

@@ -20,7 +20,7 @@ from xckpt.formatting import (
     word,
 )
 from xckpt.index import paused_collector
-from xckpt.notebook.documents import Field, Sentence, Shown, Table
+from xckpt.notebook.documents import Field, Sentence, Table
 from xckpt.notebook.folding import (
     Family,
     Pattern,
@@ -33,6 +33,7 @@ from xckpt.notebook.folding import (
     united,
 )
 from xckpt.notebook.footprint import Footprint, GroupTotal, components_of, sums_by, weigh
+from xckpt.notebook.shown import Shown
 from xckpt.structure import OF_TRAINING, Structure, structure_of
 from xckpt.structure.declared import facts_of
 from xckpt.structure.description import describe_model

@@ -21,6 +21,7 @@ from xckpt.notebook.documents import (
     NAMES,
     NUMERIC,
     WIDEST_CELL,
+    WIDEST_PART,
     WORDY,
     Bar,
     Folded,
@@ -52,7 +53,6 @@ _MOST_LINES = 6  # of a sentence
 _MOST_CELL_LINES = 12
 _MOST_TITLE_LINES = 3
 _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
-_WIDEST_PART = 38
 #: Places where a name may break: after slashes and dots, except the dots of "0..63".
 BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])|(?<=/)(?=.)")
 _BAR_COLUMNS = 12
@@ -138,7 +138,7 @@ class _Writer:
         for part in bar.parts:
             percent = share(part.nbytes, total)
             size = f" {binary_size(part.nbytes)} ({percent})" if percent else ""
-            items.append(word(part.label, _WIDEST_PART) + size)
+            items.append(word(part.label, WIDEST_PART) + size)
         yield from self.packed("", items, len(items), 2, "   ")
 
     def packed(

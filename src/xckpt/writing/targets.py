@@ -204,9 +204,9 @@ def into_folder(function: F) -> F:
         is_part = keywords.get("tensors") is not None or keywords.get("exclude") is not None
         is_whole = not is_part and keywords.get("compute", True) and not is_remote(folder)
         options = {k: v for k, v in keywords.items() if k not in (source_key, path_key, engine_key)}
-        if not is_remote(folder):
-            is_sharded = "max_shard_size" in keywords and bool(keywords.get("overwrite"))
-            _require_no_shards(Path(local_path(folder)), Path(file), is_replaced=is_sharded)
+        are_replaced = keywords.get("max_shard_size") is not None and keywords.get("overwrite")
+        if not (are_replaced or is_remote(folder)):
+            _require_no_shards(Path(local_path(folder)), Path(file))
         with _made(folder):
             result = function(source, _InFolder(file) if is_whole else file, engine, **options)
         if is_whole:
@@ -216,10 +216,8 @@ def into_folder(function: F) -> F:
     return written  # type: ignore[return-value]
 
 
-def _require_no_shards(folder: Path, file: Path, *, is_replaced: bool) -> None:
+def _require_no_shards(folder: Path, file: Path) -> None:
     """Raise if a folder has shards, or their index, that readers would prefer to a new file."""
-    if is_replaced:
-        return
     shards = [*folder.glob(f"{file.stem}-*-of-*{file.suffix}"), folder / (file.name + INDEX_SUFFIX)]
     found = sorted(path.name for path in shards if path.exists())
     if found:

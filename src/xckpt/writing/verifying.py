@@ -32,7 +32,8 @@ from xckpt.errors import (
 )
 from xckpt.formatting import counted
 from xckpt.labels.filters import combined, select_or_raise
-from xckpt.notebook.documents import Heading, Sentence, Shown, more
+from xckpt.notebook.documents import Heading, Sentence, more
+from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
 from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress
@@ -65,7 +66,9 @@ __all__ = ["Finding", "Report", "verify"]
 
 _SHOWN_FINDINGS = 20
 # Rule of findings about missing contents.
-_EMPTY, _EXECUTES = "Empty", "executes"
+_EMPTY = "Empty"
+# Rule of findings about functions that unpickling runs elsewhere.
+_EXECUTES = "executes"
 # Number of files that are checked for changes at the same time.
 _CONCURRENCY = 16
 # Size of the blocks in which parts are decoded to be checked.

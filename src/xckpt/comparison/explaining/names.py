@@ -34,28 +34,28 @@ _FEWEST = 6
 # The order of joined parts, unless other layers show another one.
 _USUAL_ORDERS = (("q", "k", "v"), ("query", "key", "value"), ("gate", "up"), ("w1", "w3"))
 # Names of projections across projects.
-_ROLES = (
-    frozenset({"q", "query", "wq"}),
-    frozenset({"k", "key", "wk"}),
-    frozenset({"v", "value", "wv"}),
-    frozenset({"gate"}),
-    frozenset({"up"}),
-    frozenset({"down"}),
-    frozenset({"o"}),
-)
+_ROLES = {
+    "query": frozenset({"q", "query", "wq"}),
+    "key": frozenset({"k", "key", "wk"}),
+    "value": frozenset({"v", "value", "wv"}),
+    "gate": frozenset({"gate"}),
+    "up": frozenset({"up"}),
+    "down": frozenset({"down"}),
+    "output": frozenset({"o"}),
+}
 # The last words of names, across projects.
 _LEAVES = (frozenset({"weight", "kernel", "gamma", "scale"}), frozenset({"bias", "beta"}))
 
 
-_ROLE_NAMES = ("query", "key", "value", "gate", "up", "down", "output")
-
-
 def role_of(name: str) -> str | None:
     """Return the projection that the words of a name state; None without one."""
-    words = _words(name).keys()
-    roles = [role for role, words_of_role in zip(_ROLE_NAMES, _ROLES, strict=True)
-             if words_of_role & words]  # fmt: skip
+    roles = _roles_of(name)
     return roles[0] if len(roles) == 1 else None
+
+
+def _roles_of(name: str) -> list[str]:
+    words = _words(name).keys()
+    return [role for role, spellings in _ROLES.items() if spellings & words]
 
 
 class Spelled(NamedTuple):
@@ -269,9 +269,8 @@ def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
 
 def are_other_roles(a: str, b: str) -> bool:
     """Return whether two names belong to different projections, or to a weight and a bias."""
-    first, second = ([n for n, role in enumerate(_ROLES) if role & _words(name).keys()]
-                     for name in (a, b))  # fmt: skip
-    if len(first) == len(second) == 1 and first != second:
+    roles = _roles_of(a), _roles_of(b)
+    if len(roles[0]) == len(roles[1]) == 1 and roles[0] != roles[1]:
         return True
     first, second = ([n for n, leaves in enumerate(_LEAVES) if _PIECE.split(name)[-1] in leaves]
                      for name in (a, b))  # fmt: skip
