@@ -16,7 +16,7 @@ import click
 
 from xckpt import __version__
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
-from xckpt.cli.files import convert, info, manifest, steps, verify
+from xckpt.cli.files import browse, convert, info, manifest, steps, verify
 from xckpt.cli.values import compare, report, spectrum, stats
 from xckpt.errors import (
     CheckpointWarning,
@@ -37,6 +37,7 @@ _UNREAD = 141  # the status of a process that SIGPIPE ended
 
 # Words that people try, by the command that does the work.
 _INSTEAD = {
+    "browse": "explore tui ui",
     "info": "open show print ls list head header keys summary describe inspect cat tree",
     "stats": "statistics histogram",
     "stats --findings": "findings health check lint",
@@ -153,7 +154,7 @@ def commands() -> None:
     """
 
 
-for _command in (info, steps, stats, spectrum, compare, report, convert, manifest, verify):
+for _command in (info, browse, steps, stats, spectrum, compare, report, convert, manifest, verify):
     commands.add_command(_command)
 
 

@@ -1,4 +1,4 @@
-"""The commands for whole files: ``xckpt info``, ``convert``, ``manifest`` and ``verify``."""
+"""The commands for files: ``xckpt info``, ``browse``, ``convert``, ``manifest`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from xckpt.cli.common import (
     without_nan,
 )
 from xckpt.errors import CheckpointError, CheckpointWarning
+from xckpt.formatting import base_name
 from xckpt.options import text_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from xckpt.writing import Manifest
     from xckpt.writing.verifying import Report
 
-__all__ = ["convert", "info", "manifest", "steps", "verify"]
+__all__ = ["browse", "convert", "info", "manifest", "steps", "verify"]
 
 # --- info ----------------------------------------------------------------------------------------
 
@@ -144,6 +145,32 @@ def _part(part: Part) -> dict[str, Any]:
 def _unusual(**values: Any) -> dict[str, Any]:
     """Return the values that are not None."""
     return {key: value for key, value in values.items() if value is not None}
+
+
+# --- browse --------------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("file")
+@click.argument("other", required=False)
+@reading_options
+def browse(file: str, other: str | None, reading: FileInput) -> int:
+    """Browse FILE in the terminal: modules, a search, statistics, findings.
+
+    With OTHER, also the differences between the two files. Values are read only for what is
+    selected. It needs an extra: pip install 'xckpt[browse]'.
+    """
+    try:
+        from xckpt.cli.browser import Browser, Pages
+    except ModuleNotFoundError as error:
+        if error.name not in {"rich", "textual"}:
+            raise
+        message = "browse needs textual: pip install 'xckpt[browse]'; 'xckpt info' needs nothing"
+        raise click.ClickException(message) from error
+
+    pages = Pages(reading.dataset(file), None if other is None else reading.dataset(other))
+    Browser(pages, base_name(file)).run()
+    return 0
 
 
 # --- steps ---------------------------------------------------------------------------------------
