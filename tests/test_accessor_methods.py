@@ -12,6 +12,8 @@ import xarray as xr
 
 import xckpt
 from xckpt.accessor import CheckpointAccessor
+from xckpt.options import Forwarded
+from xckpt.plots import Plots
 
 # Methods that call the function of the same name, and its parameters that only a path needs.
 FUNCTIONS = {
@@ -74,3 +76,25 @@ def test_statistics_by_a_method_are_those_of_the_function(ds: xr.Dataset) -> Non
         xr.DataTree(ds).ckpt.table()
     with pytest.raises(ValueError, match="not a result of stats"):
         ds.ckpt.table()
+
+
+@pytest.mark.parametrize("owner", [CheckpointAccessor, Plots])
+def test_methods_are_declared_once_as_functions(owner: type) -> None:
+    # `explore` and `param_key` use what the accessor remembers.
+    methods = {
+        n: m
+        for n, m in vars(owner).items()
+        if not n.startswith("_") and (callable(m) or isinstance(m, Forwarded))
+    }
+    assert {n for n, m in methods.items() if not isinstance(m, Forwarded)} <= {
+        "explore",
+        "param_key",
+    }
+
+
+def test_tables_have_the_selected_tensors(ds: xr.Dataset) -> None:
+    assert ds.ckpt.summary("role", tensors="h.0.*")["tensors"].tolist() == [1]
+    assert list(ds.ckpt.structure(exclude="h.0.*").index) == ["h.1.w"]
+    assert ds.ckpt.footprint("h.0.*")["parameters"] == 9
+    assert ds.ckpt.modules("h.1.*")["numbers"].tolist() == ["1"]
+    assert "h" in repr(ds.ckpt.tree(tensors="*"))

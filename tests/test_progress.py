@@ -12,6 +12,7 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.stats.checkpoints import settled
 from xckpt.progress import Progress, report
 from xckpt.sample import write_checkpoint
 
@@ -111,3 +112,15 @@ def test_tasks_report_to_their_listener_by_name() -> None:
     report(progress.name, 2)
     report("nobody", 1)
     assert calls == [(3, 5)]
+
+
+def test_cached_results_are_complete_at_once(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[int, int]] = []
+    settled(path)
+    xckpt.stats(path, progress=False)
+    xckpt.stats(path, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(0, 0)]
+    xckpt.stats(path, progress=True)
+    assert capsys.readouterr().err == ""

@@ -145,3 +145,24 @@ def test_wrong_arguments(folder: Path) -> None:
         one.ckpt.summary("step")
     with pytest.raises(ValueError, match="by must be"):
         one.ckpt.summary("steps")
+
+
+def test_groups_of_a_run_have_layers_and_steps(folder: Path) -> None:
+    result = xckpt.open_steps(folder).ckpt.stats()
+    assert result.ckpt.by("layer")["tensors"].to_dict()["data"] == [3, 3, 3]
+    groups = result.ckpt.by(["step", "layer"])
+    assert groups["step"].to_numpy().tolist() == list(STEPS)
+    assert groups["layer"].to_numpy().tolist() == [0, 1, 10]
+    xr.testing.assert_identical(groups, result.ckpt.by("step,layer"))
+    xr.testing.assert_identical(groups, result.ckpt.by("step", "layer"))
+
+
+def test_a_run_has_no_findings_only_if_its_steps_were_compared(folder: Path) -> None:
+    run = xckpt.open_steps(folder)
+    run.ckpt.stats()
+    assert "findings" not in repr(run.ckpt)
+    assert "for changes and findings" in repr(run.ckpt.summary())
+    run.ckpt.findings()
+    assert "finding" in repr(run.ckpt.summary())
+    assert "for changes\n" in f"{run.ckpt.summary()!r}\n"
+    assert "step." not in repr(run.ckpt).partition("\n")[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from xckpt.interrupts import begin_import, deliver, end_import, is_pending
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import FrameType, ModuleType
 
-__all__ = ["after_import", "watch_imports"]
+__all__ = ["LazyModule", "after_import", "watch_imports"]
 
 _PACKAGE = __name__.partition(".")[0]
 _SYSTEM = "<frozen importlib"
@@ -42,6 +43,16 @@ def after_import(name: str, action: Callable[[], None]) -> None:
     """Call a function as soon as a module is loaded."""
     _actions[name] = action
     watch_imports()
+
+
+class LazyModule:
+    """A module that is loaded when an attribute of it is used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
 
 
 class _Finder:

@@ -20,6 +20,7 @@ from typing import (
     Generic,
     Literal,
     ParamSpec,
+    Protocol,
     TypedDict,
     TypeVar,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "Forwarded",
     "ScanOptions",
     "SelectOptions",
+    "Selecting",
     "TransferOptions",
     "described",
     "documented",
@@ -47,6 +49,7 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T_co = TypeVar("T_co", covariant=True)
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _PARAMETERS = "\nParameters\n----------\n"
@@ -132,20 +135,24 @@ def suggest_option(name: str, allowed: Collection[str]) -> str:
     return f"did you mean {meant[0]!r}?" if meant else f"it has {', '.join(allowed)}"
 
 
-def _elsewhere(name: str, value: Any) -> str:
-    """Return the call that has an option which is not one of the function, if it is known."""
-    if name == "by":
-        return f"its result has it: result.ckpt.by({value!r})"
-    if name in {"layers", "experts", "blocks"}:
-        return f"select first: ds.ckpt.sel({name}={value!r})"
-    return ""
+# Calls that have options which functions of checkpoints lack.
+_ELSEWHERE = {
+    "by": "its result has it: result.ckpt.by({value!r})",
+    **dict.fromkeys(("layers", "experts", "blocks"), "select first: ds.ckpt.sel({name}={value!r})"),
+    **dict.fromkeys(
+        ("sort", "ascending", "limit", "columns"), "result.ckpt.table({name}={value!r}) has it"
+    ),
+}
 
 
 # --- functions with options ----------------------------------------------------------------------
 
 
-def takes(group: type) -> Callable[[F], F]:
-    """Show the options of a group, which ``**options`` of a function has, one by one."""
+def takes(group: type, **elsewhere: str) -> Callable[[F], F]:
+    """Show the options of a group, which ``**options`` of a function has, one by one.
+
+    `elsewhere` has the calls with options that the function lacks, by option.
+    """
 
     def decorate(function: F) -> F:
         stated = signature(function)
@@ -181,7 +188,10 @@ def takes(group: type) -> Callable[[F], F]:
                 raise TypeError(f"{text}, not {len(args)}: {hint}")
             for keyword, value in keywords.items():
                 if keyword not in shown_signature.parameters:
-                    hint = _elsewhere(keyword, value) or suggest_option(keyword, allowed)
+                    known = elsewhere.get(keyword, _ELSEWHERE.get(keyword, ""))
+                    hint = known.format(name=keyword, value=value) or suggest_option(
+                        keyword, allowed
+                    )
                     raise TypeError(f"{function.__name__}() has no option {keyword!r}; {hint}")
             return function(*args, **(defaults | keywords))
 
@@ -255,6 +265,8 @@ def _split_entries(docstring: str) -> tuple[str, dict[str, str], str]:
 class Forwarded(Generic[P, R]):
     """A method with the signature and docstring of the function that it calls with the object."""
 
+    _object = "_given"  # the attribute of the accessor
+
     def __init__(
         self,
         load: Callable[[], Callable[Concatenate[Any, P], R]],
@@ -281,11 +293,12 @@ class Forwarded(Generic[P, R]):
     @cached_property
     def _method(self) -> Callable[..., R]:
         function, after, instead = self._load(), self._after, self._instead
+        self_object = self._object
 
         def method(self: Any, *args: Any, **options: Any) -> R:
             if instead is not None:
                 return instead(self, *args, **options)
-            result = function(self._given, *args, **options)
+            result = function(getattr(self, self_object), *args, **options)
             if after is not None:
                 after(self, result, *args, **options)
             return result
@@ -300,6 +313,20 @@ class Forwarded(Generic[P, R]):
         method.__name__, method.__module__ = self._name, self._owner.__module__
         method.__qualname__ = f"{self._owner.__qualname__}.{self._name}"
         return method
+
+
+class _Accessor(Protocol[T_co]):
+    @property
+    def _obj(self) -> T_co: ...
+
+
+class Selecting(Forwarded[P, Any]):
+    """A method that returns an object of the same kind as the one of the accessor."""
+
+    _object = "_obj"
+
+    def __get__(self, accessor: _Accessor[T_co], owner: type) -> Callable[P, T_co]:  # type: ignore[override]
+        return super().__get__(accessor, owner)
 
 
 def _without(docstring: str, names: list[str]) -> str:

@@ -54,6 +54,8 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         _observers.pop(self.name, None)
+        if self._call is not None and not self._total and error[0] is None:
+            self._call(0, 0)  # everything is in the cache
         if self._bar is not None:
             if not self._delay:
                 self._bar.refresh()  # shows the bar even if the operation was very fast
@@ -68,7 +70,7 @@ class Progress:
         """Add to the number of bytes to process."""
         with self._lock:
             self._total += nbytes
-            if not self._is_shown:
+            if not (self._is_shown and self._total):  # cached results need no bar
                 return
             if self._bar is None:
                 self._bar = _bar(self._total, self._label, self._delay)

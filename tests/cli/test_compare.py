@@ -157,3 +157,11 @@ def test_a_missing_file_is_not_a_difference(
 ) -> None:
     assert main(["compare", pair[0], "missing.zt"]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_equal_tensors_are_called_equal(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["compare", pair[0], pair[0], "--explain"])
+    assert "explained" not in (err := capsys.readouterr().err)
+    assert "equal" in err

@@ -181,3 +181,14 @@ def test_storage_options_go_to_fsspec(
     assert received["storage_options"] == expected
     err = capsys.readouterr().err
     assert ("-o KEY=VALUE is called --storage-option KEY=VALUE since" in err) == (flag == "-o")
+
+
+def test_a_selection_is_a_part_of_the_model_in_the_file(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", str(checkpoint), "--exclude", "*.layers.3.*"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "4 layers" in first
+    index = xckpt.read_index(checkpoint)
+    count = sum(".layers.3." not in name for name in index)
+    assert f"{count} of {len(index)} tensors" in second

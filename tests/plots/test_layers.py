@@ -10,6 +10,7 @@ import xarray as xr
 from matplotlib import pyplot as plt
 from matplotlib.collections import PolyCollection
 
+import xckpt
 import xckpt.statistics
 from tests.plots.pictures import end_labels, notes, point_labels
 from tests.stats.architectures import resnet, t5, unet, whisper
@@ -400,3 +401,12 @@ def test_only_repeated_modules_are_an_axis() -> None:
         Plots(ds).layers("std")
     ax = Plots(ds).layers("std", x="alphas")
     assert ax.get_xlabel() == "alphas"
+
+
+def test_labels_of_lines_are_different(flat: xr.Dataset) -> None:
+    ax = Plots(flat).layers("std", hue=lambda name: name.split(".")[0])
+    labels = end_labels(ax)
+    assert len(set(labels)) == len(labels) > 0
+    long = {f"layers.{n}.{'x' * 60}{word}": np.eye(3) * n for n in range(3) for word in "abc"}
+    labels = end_labels(Plots(xckpt.open(long)).layers("std"))
+    assert len(set(labels)) == len(labels) == 3

@@ -90,6 +90,10 @@ class FileInput:
 
     def index(self, file: str, *, silent: bool = False) -> Index:
         """Return the index of a file with the selected tensors."""
+        return self.indexes(file, silent=silent)[1]
+
+    def indexes(self, file: str, *, silent: bool = False) -> tuple[Index, Index]:
+        """Return the index of a file, and the one with the selected tensors."""
         from xckpt.labels.filters import combined, select, suggest_filters, warn_of_exclusions
         from xckpt.opening import open_index
         from xckpt.structure import structure_of
@@ -104,14 +108,14 @@ class FileInput:
         source.close()
         chosen = combined(**self.selection, structures=lambda: [structure_of(index)])
         if chosen is None:
-            return index
+            return index, index
         warn_of_exclusions(index.tensors, chosen)
         selected = {name: index.tensors[name] for name in select(index.tensors, chosen)}
         if not selected:
             hint = suggest_filters(index.tensors, list(self.tensors))
             globs = " ".join(map(shown, self.tensors or ("*",)))
             raise click.UsageError(f"--tensors {globs} matches no tensor in {file}{hint}")
-        return replace(index, tensors=selected)
+        return index, replace(index, tensors=selected)
 
     def dataset(self, file: str, index: Index | None = None) -> xr.Dataset:
         """Open the selected tensors of a file; its warnings are not repeated if it has an index."""

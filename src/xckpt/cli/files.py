@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +75,11 @@ def info(
     with warnings.catch_warnings():
         # Both kinds of output include the warnings.
         warnings.simplefilter("ignore", CheckpointWarning)
-        index = reading.index(file)
+        file_index, index = reading.indexes(file)
         config = attrs_with_config(index, index.source, index.attrs, reading.storage_options)
     structure = structure_of(index, config.get("config"))
     if as_json:
-        summary = index_summary(index, config)
+        summary = index_summary(index, config, file_index)
         document = {
             "format": index.format,
             "version": index.version,
@@ -104,10 +103,7 @@ def info(
     if show_structure:
         print_blocks(structure_blocks(structure))
         return 0
-    # A selection of tensors needs no note that they do not fill the file.
-    is_part = any(value is not None for value in reading.selection.values())
-    index = replace(index, nbytes=0) if is_part else index
-    summary = index_summary(index, config)
+    summary = index_summary(index, config, file_index)
     print_text(to_text(summary_blocks(summary, most=None if everything else MOST_PATTERNS)))
     return 0
 

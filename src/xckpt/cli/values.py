@@ -604,8 +604,9 @@ def _print_explanations(frame: pd.DataFrame, show: _TableOptions) -> None:
         fields = [Field("explained", "name"), Field("tensors", "count"), Field("cause", "word")]
         patterns = fold(rows)[: show.limit]
         print_blocks([Table(fields, [(p.text, p.count, p.dtype) for p in patterns])])
-    counts = Counter(frame["outcome"][~is_represented])
-    kinds = ("unreadable", "changed", "unmatched", "explained")
+    is_equal = is_good & (frame["cause"] == "equal")
+    counts = Counter(frame["outcome"].mask(is_equal, "equal")[~is_represented])
+    kinds = ("unreadable", "changed", "unmatched", "explained", "equal")
     facts = [f"{counts[kind]:,} {kind}" for kind in kinds if counts[kind]]
     complain(f"{sum(counts.values()):,} tensors: {', '.join(facts) or 'none'}")
 

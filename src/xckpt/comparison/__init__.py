@@ -9,5 +9,6 @@ two are read, `measure` and `cells` sum up their differences, `explaining` searc
 
 from xckpt.comparison.comparing import compare
 from xckpt.comparison.measure import MEASURES
+from xckpt.comparison.merging import by
 
-__all__ = ["MEASURES", "compare"]
+__all__ = ["MEASURES", "by", "compare"]

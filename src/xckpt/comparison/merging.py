@@ -1,26 +1,25 @@
-"""The measures of several pairs of tensors, from their sums."""
+"""`by`: results merged by group; the measures of several pairs of tensors follow from sums."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import xarray as xr
 
 from xckpt.comparison.measure import MEASURES, PAIR_SUMS, measures_of
 from xckpt.statistics import STATUSES, tensor_names
 from xckpt.statistics.codes import MERGES as MERGES_OF_CODES
-from xckpt.statistics.grouping import Merged, by
+from xckpt.statistics.grouping import Merged, merged_by
 from xckpt.statistics.tables import tensor_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import xarray as xr
+    from collections.abc import Iterable, Sequence
 
     from xckpt.statistics.group_sums import Groups
-    from xckpt.typing import Array
+    from xckpt.typing import Array, Dataset
 
-__all__ = ["compared_by"]
+__all__ = ["by"]
 
 # Measures that need the sums of the pairs.
 _OF_SUMS = ("rmse", "rel_l2", "cosine", "sqnr_db", "nmse")
@@ -30,10 +29,64 @@ _UNSAVED = "a saved or deferred comparison lacks the sums of the pairs; call com
 _ONE_PAIR = "the measure describes a single pair of tensors"
 
 
+def by(result: Any, *keys: str | Iterable[str], stats: xr.Dataset | None = None) -> Dataset:
+    """Merge a result by layer, role or numbered module.
+
+    The result is one of `stats`, `compare`, `histogram` or `spectrum`; `findings` has a method
+    of the same name. The numbers of a group are those of all its elements together, computed
+    from counts, moments and sums of squares; they are not averages over tensors. Those of
+    several matrices are of the matrix with all of them along its diagonal. Tied copies count
+    once.
+
+    Parameters
+    ----------
+    *keys : str
+    One or more of ``"layer"`` (the number of the outermost repeated module; its path if
+    there are several stacks of layers), ``"role"`` (weights, moments of an optimizer, ...),
+    ``"kind"`` (of the module: ``"linear"``, ``"norm"``, ...), ``"component"``
+    (``"encoder"``, ``"optimizer"``, ...), ``"dtype"``, ``"module"`` (the name without
+    numbers and without its last word), and the name of a numbered module, such as
+    ``"expert"``.
+    stats : xarray.Dataset, optional
+    Statistics of the first side of a comparison. `compare` does not decode tensors with
+    equal bytes. Groups of such tensors and changed ones need their norms, for ``rmse``,
+    ``rel_l2``, ``cosine``, ``sqnr_db`` and ``nmse``; these are NaN without.
+
+    Returns
+    -------
+    xarray.Dataset
+    A variable for each statistic, along the keys, and ``tensors``, the number of tensors.
+    Comparisons also have the number of tensors of each status. A histogram has ``count``.
+    Quantiles follow from the counts of elements that `stats` cached for unchanged files.
+    ``attrs["missing"]`` lists the statistics that do not follow from those of the tensors,
+    with reasons; ``attrs["outside"]`` names tensors that have no number for a key, or no
+    spectrum.
+
+    Raises
+    ------
+    ValueError
+    If no tensor has a key, or the result is not one of whole tensors.
+    TypeError
+    If the object is not such a result.
+
+    Examples
+    --------
+    >>> ds.ckpt.stats().ckpt.by("layer", "role")["std"]
+    >>> ds.ckpt.compare("tuned.zt").ckpt.by("layer")["rel_l2"].plot()
+    """
+    if isinstance(result, xr.DataTree) or not {"statistic", "bin"} & set(result.dims):
+        raise TypeError("by() merges a result: call stats(), compare(), ... first")
+    if "statistic" in result.dims and "status" in result["statistic"].to_numpy():
+        return cast("Dataset", compared_by(result, keys, stats))
+    if stats is not None:
+        raise TypeError("stats= is for comparisons")
+    return cast("Dataset", merged_by(result, keys))
+
+
 def compared_by(
-    result: xr.Dataset, keys: Sequence[str], stats: xr.Dataset | None = None
+    result: xr.Dataset, keys: Sequence[str | Iterable[str]], stats: xr.Dataset | None = None
 ) -> xr.Dataset:
-    """Return the measures of all elements of each group; see `CheckpointAccessor.by`."""
+    """Return the measures of all elements of each group."""
     sums: dict[str, tuple[float, ...]] | None = result.encoding.get("sums")
     norms = {} if stats is None else _norms(stats)
 
@@ -51,7 +104,7 @@ def compared_by(
                 row[:] = finite, 0.0, square, square, square, exponent
         return dict(zip(PAIR_SUMS, table.T, strict=True))
 
-    grouped = by(result, keys, _merge, extra)
+    grouped = merged_by(result, keys, _merge, extra)
     unknown = [
         name
         for name in tensor_names(result)

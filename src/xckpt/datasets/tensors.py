@@ -148,6 +148,17 @@ class DescribedTensors(NamedTuple):
     structure: Structure
     #: Owners of the bytes of tied tensors.
     shared: dict[str, str]
+    #: Dimension of the steps of a training run. Names begin with it and the step.
+    run: str | None = None
+
+    @property
+    def of_one_step(self) -> DescribedTensors:
+        """The tensors of a run by their names without steps."""
+        if self.run is None:
+            return self
+        described = [self.structure.described(name) for name in self.structure]
+        plain = [d._replace(name=split_step(d.name, self.run)[1]) for d in described]
+        return DescribedTensors(Structure(plain, self.structure.facts), {})
 
 
 class OpenTensors:
@@ -189,6 +200,17 @@ class OpenTensors:
         origins = [origin for layer in layers for origin in islice(layer.lazy.tensor_origins, 1)]
         opened = [origin.opened for origin in origins]
         return list(dict.fromkeys([files.source for files in opened if files is not None]))
+
+    @property
+    def encoding(self) -> Mapping[Any, Any]:
+        """The encoding of the checkpoint."""
+        return self._root.encoding
+
+    @property
+    def run(self) -> str | None:
+        """Dimension of the steps of a training run; None for other objects."""
+        dim = None if isinstance(self._obj, xr.DataTree) else run_dim(self.coords)
+        return dim if dim in self._obj.dims else None
 
     @property
     def format(self) -> str | None:
@@ -346,7 +368,7 @@ class OpenTensors:
     @property
     def origin(self) -> DescribedTensors:
         """What the tensors are."""
-        return DescribedTensors(self.structure, self.shared)
+        return DescribedTensors(self.structure, self.shared, self.run)
 
     @cached_property
     def structure(self) -> Structure:
@@ -657,6 +679,12 @@ def _storage(encoding: Mapping[Any, Any]) -> str:
 def _literal(text: str) -> str:
     plain = text.isprintable() and not set(text) & {'"', "\\"}
     return f'"{text}"' if plain else repr(text)
+
+
+def split_step(name: str, run: str | None) -> tuple[str, str]:
+    """Return the step of a tensor of a run, and its name without it; an empty one otherwise."""
+    dim, *parts = name.split(".", 2)
+    return (parts[0], parts[1]) if dim == run and len(parts) > 1 else ("", name)
 
 
 def run_dim(coords: Mapping[Hashable, xr.Variable]) -> str | None:

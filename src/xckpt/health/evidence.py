@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
+from xckpt.datasets.tensors import split_step
 from xckpt.statistics.computing import stats
 from xckpt.statistics.tables import named_tensors, table, tensor_attributes, tensor_rows
 from xckpt.structure import PARAMETERS, Described, Role, Structure
@@ -322,12 +323,7 @@ class Evidence:
     @cached_property
     def _steps(self) -> list[tuple[str, str]]:
         """Step of each tensor, and its name without it."""
-        split = []
-        for name in self.names:
-            run, *parts = name.split(".", 2)
-            is_step = run == self.run and len(parts) > 1
-            split.append((parts[0], parts[1]) if is_step else ("", name))
-        return split
+        return [split_step(name, self.run) for name in self.names]
 
     @cached_property
     def _split(self) -> list[tuple[str, tuple[Any, ...], tuple[int, ...]]]:

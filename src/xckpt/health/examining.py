@@ -48,12 +48,12 @@ class FindingsAccessor:
     def __init__(self, frame: Findings) -> None:
         self._frame = frame
 
-    def by(self, *keys: str) -> Dataset:
+    def by(self, *keys: str | Iterable[str]) -> Dataset:
         """Count the findings of each layer, role or numbered module.
 
         Parameters
         ----------
-        *keys : str
+        *keys : str or list of str
             One or more keys, as for `CheckpointAccessor.by`.
 
         Returns

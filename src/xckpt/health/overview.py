@@ -88,7 +88,8 @@ def run_blocks(
     fields += [Field(title, "number", digits=3) for title in titles]
     notes = list(summary.attrs["notes"])
     if not summary.attrs["is_compared"]:
-        notes.append(f"not compared yet: {call} reads each step once, for changes and findings")
+        aim = "changes" if summary.attrs["is_examined"] else "changes and findings"
+        notes.append(f"layers are not compared yet: {call} reads each step once, for {aim}")
     return [
         Heading(summary.attrs["run"], "Run", summary.attrs["facts"]),
         Table(fields, rows, rest, wanted=[titles[0], titles[-1]]),
@@ -122,6 +123,7 @@ def run_summary(
     facts = [f"{counted(len(steps), dim)}, {span}", f"{counted(count, 'tensor')} each"]
     is_compared = changes or len(steps) < 2
     frame.attrs = {"run": title, "facts": facts, "notes": notes, "is_compared": is_compared}
+    frame.attrs["is_examined"] = findings is not None
     return frame
 
 

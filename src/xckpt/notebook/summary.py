@@ -143,6 +143,7 @@ class Summary:
     errors: tuple[str, ...]  # tensors that cannot be read
     notes: tuple[str, ...]  # irregularities of the file
     findings: tuple[FoldedFinding, ...] | None  # worst first; None without statistics
+    total: int = 0  # number of tensors of the file, if others are not selected
 
     @property
     def size(self) -> int:
@@ -244,8 +245,10 @@ def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
     return tuple([Total(kind, count[kind], size) for kind, size in nbytes.most_common()])
 
 
-def index_summary(index: Any, config: Mapping[Any, Any] | None = None) -> Summary:
-    """Summarise an `xckpt.Index`; `config` as for `new_summary`."""
+def index_summary(
+    index: Any, config: Mapping[Any, Any] | None = None, part_of: Any = None
+) -> Summary:
+    """Summarise an `xckpt.Index`, or a selection from one; `config` as for `new_summary`."""
     with paused_collector():
         summary = new_summary(
             index_rows(index),
@@ -262,6 +265,10 @@ def index_summary(index: Any, config: Mapping[Any, Any] | None = None) -> Summar
             ],
             shards=len(index.shards),
         )
+    if part_of is not None and len(part_of.tensors) > len(index.tensors):
+        # The model is the one of the file, and gaps between the tensors need no note.
+        model = describe_model(structure_of(part_of), part_of.attrs)
+        return replace(summary, model=model, total=len(part_of.tensors))
     return replace(summary, notes=(*summary.notes, *_unexplained(index, summary.nbytes)))
 
 
@@ -545,13 +552,15 @@ _KEYS: Mapping[str, Callable[[Row, Structure], str]] = {
     "dtype": lambda row, _: row.dtype,
     "layer": lambda row, structure: structure.layer(row.name),
     "role": lambda row, structure: structure.roles[row.name].value,
+    "kind": lambda row, structure: structure.module_type(row.name),
+    "module": lambda row, structure: structure.bare_module(row.name),
     "component": lambda row, structure: structure.component(row.name),
 }
 
 
 def sizes_table(
     rows: Iterable[Row],
-    by: Literal["pattern", "dtype", "layer", "role", "component"],
+    by: Literal["pattern", "dtype", "layer", "role", "kind", "module", "component"],
     structure: Structure | None = None,
 ) -> pd.DataFrame:
     """Return a table of the sizes of tensors, largest first."""

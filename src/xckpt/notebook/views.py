@@ -96,7 +96,9 @@ def _heading(summary: Summary) -> Heading:
     facts = [
         f"{word(summary.format)} {version}".strip(),
         shards,
-        counted(summary.count, "tensor"),
+        f"{summary.count:,} of {counted(summary.total, 'tensor')}"
+        if summary.total
+        else counted(summary.count, "tensor"),
         "" if model else parameters,
         binary_size(summary.nbytes),
         "lazy" if summary.format else "",

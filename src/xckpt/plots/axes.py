@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from xckpt.formatting import columns, printable, shortened, wrapped
+from xckpt.notebook.short_names import apart
 from xckpt.plots.theme import SCALE, require_matplotlib
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def _label_margin(ax: Axes, labels: Sequence[Label], x: float, points: Any, widt
     gap = _GAP_OF_LABELS * _SMALL / 72 / inches(ax)[1]
     heights = _fractions(ax, labels)[:, 1]
     order = np.argsort(heights, kind="stable")
+    texts = apart([label.text for label in labels], width)
     is_left = x < 0
     for number, y in zip(order.tolist(), spread(heights[order], gap), strict=True):
         label = labels[number]
@@ -208,7 +210,7 @@ def _label_margin(ax: Axes, labels: Sequence[Label], x: float, points: Any, widt
         place = (label.x, label.y), (x, y), points, "axes fraction"
         text = ax.annotate("", *place, line, annotation_clip=False, va="center", fontsize=_SMALL)
         text.set(color=label.colour, ha="right" if is_left else "left")
-        write(text, label.text, width)
+        write(text, texts[number], width)
 
 
 def spread(positions: Any, gap: float) -> list[float]:

@@ -24,7 +24,7 @@ from xckpt.plots.layers import WIDE_SPAN, require_statistic
 from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from matplotlib.axes import Axes
 
@@ -48,7 +48,7 @@ def draw_groups(
     source: Drawn,
     /,
     statistic: str = "std",
-    *keys: str,
+    *keys: str | Iterable[str],
     tensors: TensorFilter | None = None,
     exclude: TensorFilter | None = None,
     only: Literal["weights"] | None = None,
@@ -68,7 +68,7 @@ def draw_groups(
     ----------
     statistic : str, default "std"
         A statistic of the result; of a checkpoint, one of `xckpt.stats` or `xckpt.spectrum`.
-    *keys : str
+    *keys : str or list of str
         One or two keys, as for ``.ckpt.by``: rows, then columns. By default ``"layer"`` and
         ``"module"``. Groups have their own.
     stats : xarray.Dataset, optional
@@ -97,10 +97,12 @@ def draw_groups(
     >>> ds.ckpt.plot.by("kurtosis", "layer", "role")
     >>> ds.ckpt.compare("tuned.zt").ckpt.plot.by("rel_l2")
     """
+    from xckpt.statistics.grouping import list_keys
+
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
-    if len(keys) > 2:
-        raise ValueError(f"a picture has rows and columns, and no {len(keys)} keys")
-    grouped = _groups_of(source, statistic, keys, stats, (tensors, exclude, only))
+    if len(names := list_keys(keys)) > 2:
+        raise ValueError(f"a picture has rows and columns, and no {len(names)} keys")
+    grouped = _groups_of(source, statistic, names, stats, (tensors, exclude, only))
     values = grouped[statistic].to_numpy().astype(np.float64)
     labels = [grouped[key].to_numpy().tolist() for key in grouped[statistic].dims]
     names = [str(key) for key in grouped[statistic].dims]
@@ -139,9 +141,8 @@ def _groups_of(
     selection: tuple[Any, Any, Any],
 ) -> xr.Dataset:
     """Return the groups to draw: the object itself, or a result by `keys`."""
-    from xckpt.comparison.merging import compared_by
+    from xckpt.comparison import by
     from xckpt.statistics import OF_MATRICES, QUANTILES, spectrum, statistic_names, stats
-    from xckpt.statistics.grouping import by
 
     obj = source.obj
     if isinstance(obj, xr.Dataset) and "tensors" in obj and obj["tensors"].dims == tuple(obj.sizes):
@@ -159,8 +160,7 @@ def _groups_of(
                 result = spectrum(obj, chosen)
             elif result is None:
                 result = stats(obj, chosen)
-        merge = compared_by if "status" in result["statistic"].to_numpy() else by
-        grouped = merge(result, keys or ("layer", "module"))
+        grouped = by(result, *keys or ("layer", "module"))
     if statistic not in grouped or statistic in grouped.coords:
         reasons = [text for text in grouped.attrs.get("missing", ()) if statistic in text]
         if reasons:

@@ -420,8 +420,9 @@ def _draw_panel(
     label_points(ax, labels_of_points)
     if not is_by_number and (len(lines) > 1 or bands):
         ends = [label for pair in zip(lines, handles, strict=True) for label in _end_label(*pair)]
-        ends = [label._replace(y=float(np.clip(label.y, bottom, top))) for label in ends]
-        label_ends(ax, ends, _LABEL_WIDTH if is_wide else _NARROW_LABEL_WIDTH)
+        # Lines of one `hue` have one colour and one label.
+        by_text = {n.text: n._replace(y=float(np.clip(n.y, bottom, top))) for n in ends}
+        label_ends(ax, list(by_text.values()), _LABEL_WIDTH if is_wide else _NARROW_LABEL_WIDTH)
 
 
 def _draw_line(ax: Axes, line: _Line, style: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 
 from xckpt.arrays.streams import ChunkedStream
 from xckpt.datasets.stack_records import stack_of
+from xckpt.datasets.tensors import split_step
 from xckpt.errors import shown, some
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_word
@@ -171,6 +172,12 @@ def merge_statistics(
 # --- keys ----------------------------------------------------------------------------------------
 
 
+def list_keys(keys: Iterable[str | Iterable[str]]) -> list[str]:
+    """Return the keys of groups, which may be texts separated by commas, or lists."""
+    texts = (text for key in keys for text in ([key] if isinstance(key, str) else key))
+    return [key.strip() for text in texts for key in text.split(",")]
+
+
 def structure_of_names(names: Iterable[str], origin: DescribedTensors | None) -> Structure:
     """Return the structure of the tensors that a result describes."""
     known = origin.structure if origin is not None else Structure(())
@@ -257,13 +264,13 @@ def _sorted(key: str, labels: Iterable[Any]) -> list[Any]:
 # --- results -------------------------------------------------------------------------------------
 
 
-def by(
+def merged_by(
     result: xr.Dataset,
-    keys: Sequence[str],
+    keys: Sequence[str | Iterable[str]],
     merge: Callable[..., Merged] | None = None,
     extra: Callable[[Sequence[str]], dict[str, Array]] | None = None,
 ) -> xr.Dataset:
-    """Return the statistics of all elements of each group; see `CheckpointAccessor.by`."""
+    """Return the statistics of all elements of each group; see `xckpt.comparison.by`."""
     # `merge` merges the columns of several tensors, by default as the statistics state; `extra`
     # returns columns besides the statistics, for the names of the tensors.
     for variable, _ in named_tensors(result):
@@ -328,16 +335,20 @@ class Places(NamedTuple):
 
 def place_tensors(
     names: Sequence[str],
-    keys: Sequence[str],
+    keys: Sequence[str | Iterable[str]],
     origin: DescribedTensors | None,
     has_values: Array | None = None,
 ) -> Places:
     """Return the groups of tensors; tied copies, and tensors without values, have none."""
+    keys = list_keys(keys)
     if not keys or len(set(keys)) < len(keys):
         raise ValueError("by() takes different keys: 'layer', 'role', 'module', 'expert', ...")
+    run = origin.run if origin else None
     with paused_collector():
-        structure = structure_of_names(names, origin)
-        labels = {key: _labels(key, names, structure) for key in keys}
+        steps, plain = zip(*(split_step(name, run) for name in names), strict=True)
+        structure = structure_of_names(plain, origin.of_one_step if origin else None)
+        of_run = [int(step) if step else None for step in steps]
+        labels = {k: of_run if k == run else _labels(k, plain, structure) for k in keys}
         has_label = np.array([None not in place for place in zip(*labels.values(), strict=True)])
         if has_values is not None:
             has_label &= has_values

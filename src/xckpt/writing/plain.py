@@ -69,7 +69,34 @@ _BY_AXIS = ("preferred_chunks", "chunks", "shards", "chunksizes", "original_shap
 
 
 def plain(obj: xr.Dataset | xr.DataTree) -> Any:
-    """Return an object that xarray can write to netCDF and zarr; one warning lists all changes."""
+    """Return the same data with names, attributes and types that netCDF and zarr can store.
+
+    Names that these formats do not allow (``a/b``) are replaced (``a%2Fb``). Attributes other
+    than text and numbers become JSON text. Element types that netCDF lacks become wider ones,
+    and sparse chunks become dense. Nothing is read or computed.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+        Object to convert.
+
+    Returns
+    -------
+    xarray.Dataset or xarray.DataTree
+        Same kind as the object. Attributes hold the originals: ``xckpt_name``, ``xckpt_dims``
+        and ``xckpt_dtype`` of a variable, ``xckpt_attrs`` (old names of attributes by new name)
+        and ``xckpt_json`` (names of attributes that are JSON text now).
+
+    Warns
+    -----
+    CheckpointWarning
+        If anything was replaced or left out.
+
+    Examples
+    --------
+    >>> ds = xr.open_dataset("model.bin", engine="gptrs")
+    >>> ds.ckpt.plain().to_netcdf("model.nc")
+    """
     changes = Changes()
     nodes: _Nodes = {"/": (obj, ())} if isinstance(obj, xr.Dataset) else {}
     for node in obj.subtree if isinstance(obj, xr.DataTree) else ():  # parents before children

@@ -1,0 +1,301 @@
+"""Parts and changed forms of an open object, of the same kind as the object."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import xarray as xr
+
+from xckpt.datasets.stacking import select_modules, stack_modules, unstack_modules
+from xckpt.datasets.tensors import OpenTensors
+from xckpt.datasets.tensors import find as find_variables
+from xckpt.identity import base_id_text
+from xckpt.options import SelectOptions, renamed, takes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+    from typing import Unpack
+
+    from xckpt.datasets.tensors import DtypeFilter
+    from xckpt.labels import TensorFilter
+    from xckpt.scan.entries import Describable
+    from xckpt.typing import DataArray
+
+__all__ = ["by_base_id", "find", "isel", "merge", "sel", "stack", "unstack"]
+
+Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
+
+
+def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
+    """Return the model with an adapter or updates added; all its other tensors stay.
+
+    Sums are lazy, and saved in the type of the model. The update of an adapter is
+    ``scale * B @ A``; DoRA then sets norms, and trained tensors replace those of the model.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+        Object to select from.
+    other : path, mapping, xarray.Dataset, xarray.DataArray or xarray.DataTree
+        LoRA or DoRA adapter, as a folder or file, or updates by the names of the tensors that
+        they are added to, such as ``lora.ckpt.updates()`` or ``b - c``.
+    scale : float, optional
+        Factor of the updates, 1 by default. An adapter multiplies it by the scale that it
+        states; one that states none needs it.
+
+    Returns
+    -------
+    xarray.Dataset or xarray.DataTree
+        Same kind as the object, with one variable for each tensor.
+
+    Raises
+    ------
+    ValueError
+        If the model has none of the changed tensors, or one of another shape; if the scale is
+        unknown; if `other` is another model, whose tensors would be added.
+    UnsupportedError
+        If the update of an adapter is not computed, such as that of VeRA, or the model has its
+        rows in another order.
+
+    Warns
+    -----
+    CheckpointWarning
+        If the model lacks some of the changed tensors.
+
+    Examples
+    --------
+    >>> base, tuned = xckpt.open("base.safetensors"), xckpt.open("tuned.safetensors")
+    >>> base.ckpt.merge("adapter/").ckpt.save("with-adapter.safetensors")
+    >>> half = base.ckpt.merge(tuned - base, scale=0.5)
+    """
+    from xckpt.datasets.adapters import find_adapters
+    from xckpt.datasets.combining import merge as merged
+    from xckpt.opening.configs import adapter_in, read_config
+    from xckpt.scan.entries import contents_of_all
+
+    [tensors] = contents_of_all([adapter_in(other)])
+    config = read_config(tensors.source, tensors.attrs, "adapter_config")
+    return merged(obj, tensors, find_adapters(tensors, config), scale)
+
+
+def stack(
+    obj: Obj,
+    modules: Literal[True] | str | Collection[str] = True,  # noqa: FBT002  one of three kinds
+    join: Literal["exact", "outer"] = "exact",
+) -> Obj:
+    """Turn numbered modules into dimensions, as ``open_dataset(..., stack=...)`` does.
+
+    ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... of one shape and element type become the
+    variable ``layers.mlp.w`` with a dimension ``layers``, whose coordinate has the numbers.
+    Nothing is read.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+        Object to select from.
+    modules : True, str, or list of str, default True
+        Modules whose numbers become dimensions; all by default.
+    join : {"exact", "outer"}, default "exact"
+        How to stack tensors of a module that have different numbers. "exact": other numbers
+        become another dimension (``layers_1``). "outer": one dimension has all numbers, and
+        missing members are NaN; types without NaN, such as integers, are stacked as for
+        "exact".
+
+    Returns
+    -------
+    xarray.Dataset or xarray.DataTree
+        Same kind as the object. A tensor stays as it is if no other name differs from its
+        name by numbers alone, or if its shape or type differs from theirs.
+
+    Raises
+    ------
+    TypeError
+        If `modules` has another type.
+    ValueError
+        If `join` has another value.
+
+    Examples
+    --------
+    >>> ds = xr.open_dataset("m.zt", engine="ztensor")
+    >>> ds.ckpt.stack()["model.layers.mlp.up_proj.weight"].sel(layers=5)
+    """
+    return stack_modules(obj, modules, join)
+
+
+def unstack(obj: Obj) -> Obj:
+    """Split stacked tensors into one variable for each tensor, the inverse of `stack`.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+        Object to select from.
+
+    Returns
+    -------
+    xarray.Dataset or xarray.DataTree
+        Same kind as the object, with the tensors in the order of the file. A selection has
+        the tensors that it selected; variables computed from stacked ones stay as they are.
+
+    Raises
+    ------
+    ValueError
+        If a stacked dimension was renamed or lost its coordinate, which names the tensors.
+
+    Examples
+    --------
+    >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)
+    >>> ds.sel(layers=[0, 1]).ckpt.unstack()
+    """
+    return unstack_modules(obj)
+
+
+def sel(obj: Obj, /, **modules: int | Sequence[int] | slice) -> Obj:
+    """Select tensors by the numbers of their modules, stacked or not.
+
+    Unlike xarray's own ``sel`` it takes the name of a module, for all dimensions that stacking
+    made of it (``layers``, ``layers_2``), and drops tensors outside of the selected modules.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+        Object to select from.
+    **modules : int, list of int, or slice
+        ``layers=17``, ``layers=[0, 23]`` or ``layers=slice(4, 8)``, whose end is included.
+
+    Returns
+    -------
+    xarray.Dataset or xarray.DataTree
+        Same kind as the object. A single number of a stacked module drops its dimension.
+
+    Raises
+    ------
+    KeyError
+        If a module or a number of it does not exist.
+    TypeError
+        If an indexer has another type.
+
+    Examples
+    --------
+    >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)
+    >>> ds.ckpt.sel(layers=17, experts=3)
+    """
+    return select_modules(obj, modules)
+
+
+def isel(obj: Obj, /, **modules: int | Sequence[int] | slice) -> Obj:
+    """Select tensors as `sel` does, by position among the numbers of a module.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+        Object to select from.
+    **modules : int, list of int, or slice
+        ``layers=-1`` is the last layer.
+
+    Returns
+    -------
+    xarray.Dataset or xarray.DataTree
+        Same kind as the object.
+
+    Raises
+    ------
+    KeyError
+        If a module does not exist.
+    IndexError
+        If a module has fewer numbers.
+
+    Examples
+    --------
+    >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)
+    >>> ds.ckpt.isel(layers=-1)
+    """
+    return select_modules(obj, modules, by_position=True)
+
+
+@renamed("names", "tensors")
+@takes(SelectOptions)
+def find(
+    obj: Obj,
+    tensors: TensorFilter | None = None,
+    *,
+    dtype: DtypeFilter | None = None,
+    min_bytes: int | str = 0,
+    **options: Unpack[SelectOptions],
+) -> Obj:
+    """Select variables by name, element type and size.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+        Object to select from.
+    dtype : str or dtype, or a list of these, optional
+        Stored element type: ``"bfloat16"`` or ``"bf16"``, ``numpy.float32``.
+    min_bytes : int or str, default 0
+        Minimum stored size, in bytes or as ``"10 MiB"``.
+
+    Returns
+    -------
+    xarray.Dataset or xarray.DataTree
+        Same kind as the object, with the attributes of the file; empty if nothing matches.
+
+    Raises
+    ------
+    TypeError
+        If an argument has another type.
+    ValueError
+        If `min_bytes` is a string other than a size.
+
+    Warns
+    -----
+    CheckpointWarning
+        If nothing matches; the warning suggests a filter or similar names.
+
+    Examples
+    --------
+    >>> ds = xr.open_dataset("m.zt", engine="ztensor")
+    >>> ds.ckpt.find("*.q_proj.*", dtype="bfloat16", min_bytes="1 MiB")
+    """
+    return find_variables(obj, tensors, dtype=dtype, min_bytes=min_bytes, **options)
+
+
+def by_base_id(obj: Any, base_id: int | bytes | str) -> DataArray:
+    """Return the tensor with a base id, the stable id of a name.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+        Object to select from.
+    base_id : int, bytes or str
+        Number, 16 bytes as in a checkpoint, or 32 hexadecimal digits as in the attribute
+        ``base_id``.
+
+    Returns
+    -------
+    xarray.DataArray
+        Variable with this attribute.
+
+    Raises
+    ------
+    KeyError
+        If no tensor has this id.
+    ValueError
+        If the number is too large, or has another number of bytes or digits.
+
+    Examples
+    --------
+    >>> ds = xr.open_dataset("model.bin", engine="gptrs")
+    >>> ds.ckpt.by_base_id("a962c72e0d59ef7a13ff91bdee235d58").name
+    'lm_head'
+    """
+    text = base_id_text(base_id)
+    nodes: Iterable[Any] = obj.subtree if isinstance(obj, xr.DataTree) else [obj]
+    for node in nodes:
+        for name, variable in node.variables.items():
+            if variable.attrs.get("base_id") == text:
+                return cast("DataArray", node[name])
+    tensors = OpenTensors(obj)
+    for name in tensors.stacked:
+        member = tensors.variable(name)
+        if member.attrs.get("base_id") == text:
+            return cast("DataArray", xr.DataArray(member, name=name))
+    raise KeyError(f"no tensor here has the base id {text}")
