@@ -61,7 +61,7 @@ def test_open_takes_the_keywords_of_open_dataset() -> None:
     assert ds["h.w"].dims == ("h", "out", "in")
     assert ds["h.w"].chunksizes["h"] == (2,)
     with pytest.raises(TypeError, match="no option 'tensor'; did you mean 'tensors'"):
-        xckpt.open("m.npz", tensor="h.*")
+        xckpt.open("m.npz", tensor="h.*")  # type: ignore[call-arg]
 
 
 def test_open_takes_the_options_of_one_format() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -19,7 +20,6 @@ from xckpt.plots import Plots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 SELECTING = ("tensors", "exclude", "only")
 SCANNING = (*SELECTING, "progress", "cache")
@@ -137,10 +137,10 @@ def test_an_option_of_another_name_is_answered_with_the_one_that_works(
 
 
 def test_options_of_other_calls_are_answered_with_the_call() -> None:
-    ds, compare = xckpt.open("m.npz"), cast("Any", xckpt.compare)
+    ds, compare, load = xckpt.open("m.npz"), cast("Any", xckpt.compare), cast("Any", xckpt.open)
     ckpt = cast("Any", ds.ckpt)
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: xckpt.open("m.npz", format="npz"), "did you mean 'engine'"),
+        (lambda: load("m.npz", format="npz"), "did you mean 'engine'"),
         (lambda: ckpt.find(type="f4"), "did you mean 'dtype'"),
         (lambda: ckpt.stats(by="layer"), r"result\.ckpt\.by\('layer'\)"),
         (lambda: ckpt.stats(layers=1), r"ds\.ckpt\.sel\(layers=1\)"),
@@ -150,6 +150,93 @@ def test_options_of_other_calls_are_answered_with_the_call() -> None:
     for call, hint in calls:
         with pytest.raises(TypeError, match=hint):
             call()
+
+
+GUESSES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "sizes of groups": (lambda ds: ds.ckpt.footprint(by="layer"), r"ds\.ckpt\.summary\('layer'\)"),
+    "pictures of groups": (
+        lambda ds: ds.ckpt.plot.layers(by="role"),
+        r"\.plot\.by\('std', 'role'\)",
+    ),
+    "bins": (lambda ds: ds.ckpt.plot.histogram(nbins=3), "did you mean 'bins'"),
+    "sort": (lambda ds: ds.ckpt.stats().ckpt.sort("std"), r"\.ckpt\.table\(sort='std', limit=10\)"),
+    "top": (lambda ds: ds.ckpt.spectrum(top=3), r"result\.ckpt\.table\(limit=3\)"),
+    "rows": (lambda ds: ds.ckpt.summary(limit=3), r"\.head\(3\)"),
+    "atol": (lambda ds: ds.ckpt.compare("m.npz", atol=0.1), r"fail_above=\{'max_abs': 0.1\}"),
+    "a path": (lambda _: xckpt.table("m.npz"), r"xckpt\.table\(xckpt\.stats\('m\.npz'\)\)"),  # type: ignore[arg-type]
+    "dim": (lambda ds: ds.ckpt.stats(dim="out"), "dimensions are 'd4_1', 'd4_2'"),
+    "dim of a pair": (lambda ds: ds.ckpt.compare("m.npz", dim="out"), "dimensions are 'd4_1'"),
+    "column": (lambda ds: ds.ckpt.stats().ckpt.table(sort="xyzzy"), "columns are "),
+}
+
+
+@pytest.mark.parametrize("name", GUESSES)
+def test_a_guess_is_answered_with_the_call_that_works(name: str) -> None:
+    guess, call = GUESSES[name]
+    with pytest.raises((TypeError, ValueError, AttributeError), match=call):
+        guess(xckpt.open("m.npz"))
+
+
+def test_rows_of_a_table_are_arranged_as_by_commands() -> None:
+    result = xckpt.stats("m.npz")
+    frame = result.ckpt.table()
+    largest = result.ckpt.table(["std", "tensor"], sort="std", limit=2)
+    assert list(largest.index) == list(frame.nlargest(2, "std").index)
+    assert list(largest) == ["std"]
+    assert result.ckpt.table("all").equals(frame)
+    assert list(result.ckpt.table(sort="name").index) == sorted(frame.index)
+    by_layer = result.ckpt.by("layer").ckpt.table(sort="layer", limit=1)
+    assert list(by_layer.index) == [0]
+    assert list(result.ckpt.by("layer").ckpt.table(sort="layer", ascending=False).index) == [
+        2,
+        1,
+        0,
+    ]
+
+
+COMMANDS = {
+    "spectrum m.npz --top 3": "did you mean --limit?",
+    "compare m.npz m.npz --tolerance 1e-3": "did you mean --fail-above MEASURE=VALUE?",
+    "stats m.npz --group layer": "did you mean --by KEY,...?",
+    "convert m.npz n.npz --format npz": "did you mean --to?",
+    "steps run --sort loss": "xckpt stats 'run' --by step",
+    "steps run --columns loss": "xckpt stats 'run' --by step",
+    "stats m.npz --dim out": "dimensions are 'd4_1', 'd4_2', or positions such as -1",
+    "stats m.npz --only weight": "'weights'",
+}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_guessed_option_is_answered_with_the_one_that_works(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    assert COMMANDS[line] in capsys.readouterr().err
+
+
+WORKING = (
+    "stats m.npz --dim -1",
+    "stats run --by step",
+    "stats run/step-* --by step,layer --sort step",
+    "spectrum run --by step --limit 1",
+    "compare m.npz m.npz --sort name --descending --all",
+    "compare m.npz m.npz --columns tensor,rel_l2 --all",
+    "report m.npz -o m.md --progress",
+    "manifest m.npz -o m.json --no-progress",
+    "verify m.npz --findings --no-cache",
+)
+
+
+@pytest.mark.parametrize("line", WORKING)
+def test_an_option_has_one_name_in_all_commands(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run").mkdir()
+    for step in (1, 2):
+        xckpt.convert("m.npz", f"run/step-{step}.npz")
+    assert main(line.split()) in {0, 1}
+    out, err = capsys.readouterr()
+    assert out or "wrote m." in err
 
 
 def test_a_filter_without_a_match_is_answered_with_one_that_matches() -> None:

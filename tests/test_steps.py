@@ -97,7 +97,7 @@ def test_options_are_those_of_the_engine(tmp_path: Path) -> None:
     assert len(ds.data_vars) == 5
     assert "embed" not in opened(paths, drop_variables="embed")
     with pytest.raises(TypeError, match="no option"):
-        open_steps(paths, tensor="embed")
+        open_steps(paths, tensor="embed")  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="did you mean 'ztensor'"):
         open_steps(paths, "zt")
 

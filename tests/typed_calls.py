@@ -105,7 +105,7 @@ def opened(path: Path) -> None:
     assert_type(xckpt.open_steps("run/*.zt").ckpt.sel(layers=0), Dataset)
     assert_type(xckpt.join_optimizer(ds, ds).ckpt.format, str | None)
     xckpt.report(ds, "m.html", "other.zt", names="auto")
-    xckpt.open(path, tensor="*.w")  # options of formats are known when the file is open
+    xckpt.open(path, tensor="*.w")  # type: ignore[call-arg]
     xckpt.open(path, stack=3)  # type: ignore[arg-type]
     ds.ckpt.stat()  # type: ignore[attr-defined]
     ds.ckpt.plot.hist()  # type: ignore[attr-defined]

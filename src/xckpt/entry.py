@@ -9,18 +9,25 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from xckpt.datasets.options import OpenOptions
-from xckpt.options import ScanOptions, described, takes
+from xckpt.options import OpenKeywords, ScanOptions, takes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from typing import Unpack
 
+    from xckpt.formats import ReadOptions
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.opening import OpenPath
     from xckpt.scan.entries import Describable
     from xckpt.typing import Dataset
+
+    class _Keywords(OpenKeywords, ReadOptions, total=False):
+        """Keywords of `open`: of all formats, of single ones, and of xarray."""
+
+        chunks: Any
+
 
 __all__ = ["hint_for", "open", "report"]
 
@@ -50,26 +57,13 @@ _INSTEAD = {
 }
 
 
+@takes(OpenKeywords, of=OpenOptions, is_open=True)
 def open(  # noqa: A001  as gzip.open and others
     path: OpenPath | Mapping[str, Any],
     engine: str | None = None,
     *,
     tensors: TensorFilter | None = None,
-    exclude: TensorFilter | None = None,
-    only: Literal["weights"] | None = None,
-    drop_variables: str | Iterable[str] | None = None,
-    dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None = None,
-    stack: bool | str | Sequence[str] = False,
-    join: Literal["exact", "outer"] = "exact",
-    decode: bool = True,
-    sparse: bool = False,
-    verify: bool | None = None,
-    mmap: bool = False,
-    missing: Literal["warn", "raise"] = "warn",
-    join_ranks: bool | Literal["auto"] = "auto",
-    structure: Mapping[str, Mapping[str, str]] | None = None,
-    storage_options: dict[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[_Keywords],
 ) -> Dataset:
     """Open a checkpoint as a lazy Dataset with one variable for each tensor.
 
@@ -105,7 +99,6 @@ def open(  # noqa: A001  as gzip.open and others
     >>> ds["lm_head.weight"].std().compute()
     >>> xckpt.open("https://example.org/m.zt", stack=True)
     """
-    arguments = locals()
     import xarray as xr
 
     from xckpt import formats
@@ -114,22 +107,25 @@ def open(  # noqa: A001  as gzip.open and others
     from xckpt.index import Index
     from xckpt.opening import format_of
 
-    keywords = {name: arguments[name] for name in OpenOptions.keywords()}
+    others: dict[str, Any] = {"tensors": tensors, **options}
+    keywords = {name: others.pop(name) for name in OpenOptions.keywords()}
     source: Any = path  # xarray's annotation lacks lists
     if isinstance(path, Index):
         source, engine = path.source, engine or path.format
     elif isinstance(path, Mapping):
         in_memory: dict[str, Any] = {name: keywords.pop(name) for name in _IN_MEMORY}
-        if engine is not None or options or OpenOptions(**keywords) != OpenOptions():
+        if engine is not None or others or OpenOptions(**keywords) != OpenOptions():
             raise TypeError(
                 f"a mapping is opened with {', '.join(_IN_MEMORY)}; others are of files"
             )
         return _of_mapping(as_dataset(path), **in_memory)
     if isinstance(engine, str):
         formats.get(engine)  # its error suggests a name; xarray's would list all engines
-    if engine is None and options.keys() - signature(xr.open_dataset).parameters.keys():
-        engine = format_of(path, storage_options)  # which has the option, or raises an error
-    ds = xr.open_dataset(source, engine=engine or DetectingBackend, **keywords, **options)
+    if engine is None and others.keys() - signature(xr.open_dataset).parameters.keys():
+        engine = format_of(
+            path, keywords["storage_options"]
+        )  # which has the option, or raises an error
+    ds = xr.open_dataset(source, engine=engine or DetectingBackend, **keywords, **others)
     return cast("Dataset", ds)
 
 
@@ -144,9 +140,6 @@ def _of_mapping(
     chosen = combined(**selection, structures=lambda: [OpenTensors(ds).structure])
     ds = ds if chosen is None else ds[OpenTensors(ds).select(chosen)]
     return ds if stack is False else stack_modules(ds, stack, join)
-
-
-open.__doc__ = described(open.__doc__ or "", signature(open).parameters, OpenOptions.__doc__ or "")
 
 
 @takes(ScanOptions)

@@ -9,6 +9,7 @@ commands take their ``--help`` from `text_of`.
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import cached_property, wraps
 from inspect import Parameter, cleandoc, signature
@@ -28,19 +29,23 @@ from typing import (
 from xckpt.errors import deprecated_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
 
 __all__ = [
+    "OF_FRAMES",
     "Forwarded",
+    "OpenKeywords",
     "ScanOptions",
     "SelectOptions",
     "Selecting",
+    "StepKeywords",
+    "TableOptions",
     "TransferOptions",
     "described",
-    "documented",
+    "option_meant",
     "renamed",
     "suggest_option",
     "takes",
@@ -82,6 +87,28 @@ cache : bool, default True
     if that is set. A second call then reads nothing, and an interrupted call resumes.
 storage_options : dict, optional
     Credentials, time limits and other options of URLs, such as ``{"anon": True}``.
+columns : str or iterable of str, optional
+    Columns to list, or ``"all"``. All by default; commands choose some.
+sort : str, optional
+    Column to sort by, largest first, or ``"tensor"`` for names; by default in the order of the
+    result.
+ascending : bool, optional
+    Sort from the smallest to the largest. By default only names and keys of groups are, from A to
+    Z.
+limit : int, optional
+    Largest number of rows. All by default.
+ignore : str or iterable of str, optional
+    Rules to leave out: a rule such as ``"constant"``, or a rule, a colon and a glob of tensors,
+    ``"dead_rows:*.delta"``. ``"*"`` stands for all rules.
+quantiles : sequence of float
+    Quantiles to compute, between 0 and 1; the statistic ``q0.5`` is the median.
+exact_quantiles : bool
+    Compute exact quantiles of float32, float64 and integers of 32 and 64 bits, at the cost of one
+    to four extra passes. By default, these quantiles have a relative error of at most 2**-8, and
+    are exact if subnormal. Quantiles of smaller types are always exact.
+explain : bool
+    Find out why tensors differ (rounded, transposed, renamed, quantised, ...), in one or two more
+    passes over the tensors that differ.
 """
 
 
@@ -90,6 +117,28 @@ class SelectOptions(TypedDict, total=False):
 
     exclude: TensorFilter | None
     only: Literal["weights"] | None
+
+
+class StepKeywords(SelectOptions, total=False):
+    """Options of opening the files of a run, of `xckpt.datasets.options.OpenOptions`."""
+
+    drop_variables: str | Iterable[str] | None
+    dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None
+    stack: bool | str | Sequence[str]
+    decode: bool
+    sparse: bool
+    verify: bool | None
+    mmap: bool
+    missing: Literal["warn", "raise"]
+    join_ranks: bool | Literal["auto"]
+    structure: Mapping[str, Mapping[str, str]] | None
+    storage_options: dict[str, Any] | None
+
+
+class OpenKeywords(StepKeywords, total=False):
+    """Options of `xckpt.datasets.options.OpenOptions`, for functions that open one checkpoint."""
+
+    join: Literal["exact", "outer"]
 
 
 class TransferOptions(SelectOptions, total=False):
@@ -107,15 +156,24 @@ class ScanOptions(SelectOptions, total=False):
     storage_options: dict[str, Any] | None
 
 
+class TableOptions(TypedDict, total=False):
+    """Options that arrange the rows of a result."""
+
+    sort: str | None
+    ascending: bool | None
+    limit: int | None
+
+
 _DEFAULTS: Mapping[str, Any] = {"cache": True}
 
 # Names that people try, by the option that does the work.
 _INSTEAD = {
     "tensors": "names name glob globs pattern filter include select keys match subset variables",
     "exclude": "without skip drop ignore_tensors drop_variables omit",
-    "only": "preset roles role",
+    "only": "preset roles",
     "dim": "axis dims axes",
     "dtype": "type precision torch_dtype to_dtype",
+    "to": "format engine fmt",
     "engine": "format fmt framework",
     "overwrite": "force replace exist_ok clobber",
     "progress": "verbose show_progress progress_bar tqdm quiet",
@@ -124,17 +182,38 @@ _INSTEAD = {
     "encoding": "compression level digest compress",
     "quantiles": "q quantile percentiles",
     "bins": "nbins num_bins",
+    "sort": "sort_by order order_by key",
+    "ascending": "reverse asc descending",
+    "limit": "top head n k rows max_rows most nlargest count",
+    "columns": "column cols fields",
+    "by": "group groupby group_by per",
+    "fail_above": "tolerance atol rtol tol threshold eps",
+    "findings": "check health lint",
+    "output": "out o path file",
+    "explain": "why reasons causes",
     "storage_options": "fs_options backend_kwargs credentials token",
+    "storage_option": "storage_options anon token",
 }
+
+
+def option_meant(name: str, allowed: Collection[str], *, exactly: bool = False) -> str:
+    """Return the option that another name for it means; empty if there is none."""
+    meant = [option for option in allowed if name in _INSTEAD.get(option, "").split()]
+    meant += [] if exactly else get_close_matches(name, allowed, n=1)
+    return meant[0] if meant else ""
 
 
 def suggest_option(name: str, allowed: Collection[str]) -> str:
     """Return the end of an error message about an unknown option, with the one that is meant."""
-    meant = [option for option in allowed if name in _INSTEAD.get(option, "").split()]
-    meant += get_close_matches(name, allowed, n=1)
-    return f"did you mean {meant[0]!r}?" if meant else f"it has {', '.join(allowed)}"
+    meant = option_meant(name, allowed)
+    return f"did you mean {meant!r}?" if meant else f"it has {', '.join(allowed)}"
 
 
+#: Calls that arrange a DataFrame.
+OF_FRAMES: dict[str, Any] = {
+    "sort": "the result is a DataFrame: .sort_values({value!r})",
+    "limit": "the result is a DataFrame: .head({value!r})",
+}
 # Calls that have options which functions of checkpoints lack.
 _ELSEWHERE = {
     "by": "its result has it: result.ckpt.by({value!r})",
@@ -148,64 +227,77 @@ _ELSEWHERE = {
 # --- functions with options ----------------------------------------------------------------------
 
 
-def takes(group: type, **elsewhere: str) -> Callable[[F], F]:
+def takes(
+    group: type | None = None, *, of: Any = None, is_open: bool = False, **elsewhere: str
+) -> Callable[[F], F]:
     """Show the options of a group, which ``**options`` of a function has, one by one.
 
-    `elsewhere` has the calls with options that the function lacks, by option.
+    Without a group, or if it is open, other keywords of a function belong to another package. `of`
+    is a dataclass with the defaults and texts of the options, and `elsewhere` has the calls with
+    options that the function lacks, by option.
     """
+    values = _DEFAULTS if of is None else {field.name: field.default for field in fields(of)}
+    options = {} if group is None else group.__annotations__
+    if of is not None:
+        options = {name: options[name] for name in values if name in options}
 
     def decorate(function: F) -> F:
         stated = signature(function)
-        fixed = [p for p in stated.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        stated_names = {parameter.name for parameter in fixed}
-        options = [name for name in group.__annotations__ if name not in stated_names]
+        kinds = [(p, p.kind) for p in stated.parameters.values()]
+        fixed = [p for p, kind in kinds if kind is not Parameter.VAR_KEYWORD]
+        is_foreign = is_open or group is None
+        others = [p for p, kind in kinds if is_foreign and kind is Parameter.VAR_KEYWORD]
+        defaults = {name: values.get(name) for name in options if name not in stated.parameters}
         added = [
-            Parameter(
-                name,
-                Parameter.KEYWORD_ONLY,
-                default=_DEFAULTS.get(name),
-                annotation=group.__annotations__[name],
-            )
-            for name in options
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=options[name])
+            for name, default in defaults.items()
         ]
-        defaults = {name: _DEFAULTS.get(name) for name in options}
-        shown_signature = stated.replace(parameters=[*fixed, *added])
+        shown_signature = stated.replace(parameters=[*fixed, *added, *others])
         allowed = [
-            name for name in shown_signature.parameters if name not in {"self", "obj", "a", "b"}
+            p.name
+            for p in shown_signature.parameters.values()
+            if p.name not in {"self", "obj", "a", "b", "source"}
+            and p.kind not in {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL}
         ]
-
-        positional = [p for p in fixed if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        most = sum(
+            kind in {Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD}
+            for _, kind in kinds
+        )
+        has_more = any(kind is Parameter.VAR_POSITIONAL for _, kind in kinds)
+        calls = _ELSEWHERE | elsewhere
 
         @wraps(function)
         def checked(*args: Any, **keywords: Any) -> Any:
-            if len(args) > len(positional):
-                extra = args[len(positional)]
-                text = f"{function.__name__}() takes {len(positional)} positional arguments"
+            if len(args) > most and not has_more:
+                extra = args[most]
+                text = f"{function.__name__}() takes {most} positional arguments"
                 is_glob = isinstance(extra, str) and "*" in extra and "tensors" in allowed
                 hint = (
                     f"pass {extra!r} by name, as tensors={extra!r}" if is_glob else "name the rest"
                 )
                 raise TypeError(f"{text}, not {len(args)}: {hint}")
             for keyword, value in keywords.items():
-                if keyword not in shown_signature.parameters:
-                    known = elsewhere.get(keyword, _ELSEWHERE.get(keyword, ""))
-                    hint = known.format(name=keyword, value=value) or suggest_option(
-                        keyword, allowed
-                    )
-                    raise TypeError(f"{function.__name__}() has no option {keyword!r}; {hint}")
+                if keyword in stated.parameters or keyword in defaults:
+                    continue
+                is_known = keyword in calls or bool(option_meant(keyword, allowed))
+                name = keyword if is_known else option_meant(keyword, calls, exactly=True)
+                hint = calls.get(keyword, calls.get(name, "")).format(name=name, value=value)
+                is_ours = not (is_foreign and others) or option_meant(
+                    keyword, allowed, exactly=True
+                )
+                if is_ours and not hint:
+                    hint = suggest_option(keyword, allowed)
+                if hint:
+                    called = function.__name__.removeprefix("draw_")
+                    raise TypeError(f"{called}() has no option {keyword!r}; {hint}")
             return function(*args, **(defaults | keywords))
 
         checked.__signature__ = shown_signature  # type: ignore[attr-defined]
-        checked.__doc__ = described(function.__doc__ or "", shown_signature.parameters)
+        texts = _TEXTS if of is None else of.__doc__
+        checked.__doc__ = described(function.__doc__ or "", shown_signature.parameters, texts)
         return checked  # type: ignore[return-value]
 
     return decorate
-
-
-def documented(function: F) -> F:
-    """Add the texts of shared options to the docstring of a function that states them."""
-    function.__doc__ = described(function.__doc__ or "", signature(function).parameters)
-    return function
 
 
 def renamed(old: str, new: str) -> Callable[[F], F]:

@@ -65,7 +65,7 @@ _INSTEAD = {
     "compare": "diff difference equals allclose",
     "spectrum()": "svd rank singular_values",
     "explore()": "browse view widget show_all",
-    "table": "sort sort_values top head tail nlargest to_dataframe to_pandas dataframe rows",
+    "table(sort='std', limit=10)": "sort sort_values top head tail nlargest to_dataframe rows",
     "plot.histogram": "hist distribution",
     "save": "write dump export to_file to_safetensors convert",
     "plain().to_netcdf": "to_netcdf to_zarr",

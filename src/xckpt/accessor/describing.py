@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from xckpt.datasets.tensors import OpenTensors, find, no_tensor
-from xckpt.options import SelectOptions, takes
+from xckpt.options import OF_FRAMES, SelectOptions, takes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ def selected(
     return OpenTensors(find(opened.obj, tensors, **options))
 
 
-@takes(SelectOptions)
+@takes(SelectOptions, **OF_FRAMES)
 def summary(
     obj: Any,
     by: Literal["pattern", "dtype", "layer", "role", "kind", "module", "component", "step"]
@@ -162,7 +162,7 @@ def footprint(
     return cast("Dataset", footprint_dataset(sizes, file_nbytes=file_nbytes, source=source))
 
 
-@takes(SelectOptions)
+@takes(SelectOptions, **OF_FRAMES)
 def structure(
     obj: Any,
     name: str | None = None,
@@ -320,7 +320,7 @@ def tree(
     return ModuleTree(selected(obj, tensors, **options).rows, depth)
 
 
-@takes(SelectOptions)
+@takes(SelectOptions, **OF_FRAMES)
 def modules(
     obj: Any, tensors: TensorFilter | None = None, **options: Unpack[SelectOptions]
 ) -> pd.DataFrame:

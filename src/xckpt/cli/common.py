@@ -12,19 +12,17 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import wraps
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from xckpt.errors import CheckpointError, CheckpointWarning, deprecated_name, shown
+from xckpt.errors import CheckpointError, CheckpointWarning, shown
 from xckpt.formats import names
 from xckpt.formatting import printable
-from xckpt.options import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import pandas as pd
     import xarray as xr
@@ -38,18 +36,12 @@ __all__ = [
     "FileInput",
     "calls_for_action",
     "complain",
-    "ignore_option",
-    "is_terminal",
-    "json_option",
     "json_rows",
     "one_line",
-    "pairs",
     "print_blocks",
     "print_document",
     "print_text",
     "read_names",
-    "reading_options",
-    "reading_options_beside_output",
     "require_columns",
     "require_rules",
     "usage_errors",
@@ -60,15 +52,6 @@ DAMAGED, FAILED = 1, 2
 
 _DEEPEST_VALUE = 100
 _LONGEST_INTEGER_BITS = 4096
-ignore_option = click.option(
-    "--ignore",
-    multiple=True,
-    metavar="RULE[:GLOB]",
-    help="With --findings, ignore a rule, optionally only for matching tensors. May be repeated.",
-)
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-
 # --- files ---------------------------------------------------------------------------------------
 
 
@@ -81,6 +64,14 @@ class FileInput:
     tensors: tuple[str, ...] = ()  # globs of names; empty for all tensors
     exclude: tuple[str, ...] = ()
     only: str | None = None
+    progress: bool | None = None
+    cache: bool = True
+
+    @property
+    def scanning(self) -> dict[str, Any]:
+        """The options of functions that read elements."""
+        progress = is_terminal() if self.progress is None else self.progress
+        return {"progress": progress, "cache": self.cache}
 
     @property
     def selection(self) -> dict[str, Any]:
@@ -117,6 +108,17 @@ class FileInput:
             raise click.UsageError(f"--tensors {globs} matches no tensor in {file}{hint}")
         return index, replace(index, tensors=selected)
 
+    def steps(self, files: Sequence[str]) -> xr.Dataset:
+        """Open the steps of a training run: a folder, a glob, or several files."""
+        from xckpt.opening.steps import open_steps
+
+        return open_steps(
+            files[0] if len(files) == 1 else list(files),
+            self.engine,
+            **self.selection,
+            storage_options=self.storage_options,
+        )
+
     def dataset(self, file: str, index: Index | None = None) -> xr.Dataset:
         """Open the selected tensors of a file; its warnings are not repeated if it has an index."""
         import xarray as xr
@@ -130,81 +132,6 @@ class FileInput:
                 **self.selection,
                 storage_options=self.storage_options,
             )
-
-
-def reading_options(command: Callable[..., Any]) -> Any:
-    """Add the options for reading; the command gets them as the `FileInput` ``reading``."""
-    # A hidden alias until -o means --output in all commands.
-    old_spelling = click.option(
-        "-o", "old_storage_options", multiple=True, hidden=True, callback=_storage_options
-    )
-    return old_spelling(reading_options_beside_output(command))
-
-
-def reading_options_beside_output(command: Callable[..., Any]) -> Any:
-    """Add the options for reading to a command that has ``-o, --output``."""
-
-    @click.option(
-        "--engine",
-        type=click.Choice(names()),
-        help="Format of the file; detected from the content by default.",
-    )
-    @click.option(
-        "--tensors",
-        multiple=True,
-        metavar="GLOB",
-        help=f"{text_of('tensors')} May be repeated.",
-    )
-    @click.option(
-        "--exclude", multiple=True, metavar="GLOB", help=f"{text_of('exclude')} May be repeated."
-    )
-    @click.option("--only", type=click.Choice(["weights"]), help=text_of("only"))
-    @click.option(
-        "--storage-option",
-        "storage_options",
-        multiple=True,
-        metavar="KEY=VALUE",
-        callback=_storage_options,
-        help="Option for a URL, such as anon=true; VALUE is JSON or text. May be repeated.",
-    )
-    @wraps(command)
-    def with_reading(
-        engine: str | None,
-        storage_options: dict[str, Any],
-        old_storage_options: dict[str, Any] | None = None,
-        **arguments: Any,
-    ) -> Any:
-        selection = {name: arguments.pop(name) for name in ("tensors", "exclude", "only")}
-        options = {**(old_storage_options or {}), **storage_options}
-        return command(reading=FileInput(engine, options or None, **selection), **arguments)
-
-    return with_reading
-
-
-def _storage_options(
-    _context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
-) -> dict[str, Any]:
-    """Parse ``KEY=VALUE``; values that are not JSON are texts."""
-    if texts and parameter.name == "old_storage_options":
-        deprecated_name("-o KEY=VALUE", "--storage-option KEY=VALUE", since="0.2")
-    values: dict[str, Any] = {}
-    for key, text in pairs(texts).items():
-        try:
-            values[key] = json.loads(text)
-        except ValueError:
-            values[key] = text
-    return values
-
-
-def pairs(texts: Sequence[str]) -> dict[str, str]:
-    """Parse ``KEY=VALUE`` texts."""
-    values = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise click.BadParameter(f"{text!r} is not KEY=VALUE")
-        values[key.strip()] = value
-    return values
 
 
 # --- messages ------------------------------------------------------------------------------------

@@ -16,23 +16,18 @@ from xckpt.cli.common import (
     FileInput,
     calls_for_action,
     complain,
-    ignore_option,
-    is_terminal,
-    json_option,
     one_line,
-    pairs,
     print_blocks,
     print_document,
     print_text,
     read_names,
-    reading_options,
     require_rules,
     usage_errors,
     without_nan,
 )
+from xckpt.cli.options import command, pairs
 from xckpt.errors import CheckpointError, CheckpointWarning
 from xckpt.formatting import base_name
-from xckpt.options import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,14 +41,12 @@ __all__ = ["browse", "convert", "info", "manifest", "steps", "verify"]
 # --- info ----------------------------------------------------------------------------------------
 
 
-@click.command
+@command("json")
 @click.argument("file")
 @click.option("--all", "everything", is_flag=True, help="List all patterns of names.")
 @click.option(
     "--structure", "show_structure", is_flag=True, help="List what the tensors are, and why."
 )
-@reading_options
-@json_option
 def info(
     file: str, reading: FileInput, *, everything: bool, show_structure: bool, as_json: bool
 ) -> int:
@@ -146,10 +139,9 @@ def _unusual(**values: Any) -> dict[str, Any]:
 # --- browse --------------------------------------------------------------------------------------
 
 
-@click.command
+@command()
 @click.argument("file")
 @click.argument("other", required=False)
-@reading_options
 def browse(file: str, other: str | None, reading: FileInput) -> int:
     """Browse FILE in the terminal: modules, a search, statistics, findings.
 
@@ -172,11 +164,12 @@ def browse(file: str, other: str | None, reading: FileInput) -> int:
 # --- steps ---------------------------------------------------------------------------------------
 
 
-@click.command
+_OF_STEPS = "statistics of each step: xckpt stats {file} --by step"
+
+
+@command("json", sort=_OF_STEPS, by=_OF_STEPS, columns=_OF_STEPS, limit="--json prints all steps")
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("--changes", is_flag=True, help="Also compare the steps, and look for findings.")
-@reading_options
-@json_option
 def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json: bool) -> int:
     """Print the metrics of a training run by step: a folder, a glob, or several files.
 
@@ -184,15 +177,9 @@ def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json:
     layer from step to step, of moments and of counters, and findings, which reads every step.
     """
     from xckpt.health import run_blocks
-    from xckpt.opening.steps import open_steps
 
     with usage_errors():
-        ds = open_steps(
-            paths[0] if len(paths) == 1 else list(paths),
-            reading.engine,
-            **reading.selection,
-            storage_options=reading.storage_options,
-        )
+        ds = reading.steps(paths)
     summary: Any = ds.ckpt.summary("step", changes=changes)
     if not as_json:
         print_blocks(run_blocks(summary, "--json prints all", "--changes"))
@@ -224,7 +211,7 @@ class _WritableFormat(click.Choice[str]):
         return tuple([format.name for format in formats.loaded() if format.can.types])
 
 
-@click.command
+@command("skip-unreadable overwrite progress json")
 @click.argument("file")
 @click.argument("new")
 @click.option(
@@ -267,14 +254,6 @@ class _WritableFormat(click.Choice[str]):
     metavar="FILE",
     help="JSON file that maps old names to new ones, as written by xckpt compare --write-names.",
 )
-@click.option(
-    "--skip-unreadable",
-    is_flag=True,
-    help=text_of("skip_unreadable"),
-)
-@click.option("--overwrite", is_flag=True, help=text_of("overwrite"))
-@reading_options
-@json_option
 def convert(
     file: str,
     new: str,
@@ -318,7 +297,7 @@ def convert(
             skip_unreadable=skip_unreadable,
             overwrite=overwrite,
             storage_options=reading.storage_options,
-            progress=is_terminal(),
+            progress=reading.scanning["progress"],
             **options,
         )
     if as_json:
@@ -394,10 +373,10 @@ def _whole_number(key: str, text: str) -> int:
 # --- manifest ------------------------------------------------------------------------------------
 
 
-@click.command
+@command("overwrite progress")
 @click.argument("file")
-@reading_options
-def manifest(file: str, reading: FileInput) -> int:
+@click.option("-o", "--output", metavar="PATH", help="The new file; standard output by default.")
+def manifest(file: str, reading: FileInput, *, output: str | None, overwrite: bool) -> int:
     """Print digests of the contents of every tensor in FILE, as JSON.
 
     They do not depend on format, order, shards, compression or byte order: files with equal tensors
@@ -405,14 +384,18 @@ def manifest(file: str, reading: FileInput) -> int:
     """
     from xckpt.writing import manifest as digests
 
-    with usage_errors(file):
+    with usage_errors(file, output=output or ""):
         digest_lines = digests(
             file,
             reading.engine,
             **reading.selection,
             storage_options=reading.storage_options,
-            progress=is_terminal(),
+            progress=reading.scanning["progress"],
         )
+        if output is not None:
+            digest_lines.save(output, overwrite=overwrite)
+            complain(f"wrote {output}")
+            return 0
     print_text(digest_lines.to_json().rstrip("\n"))
     return 0
 
@@ -420,17 +403,14 @@ def manifest(file: str, reading: FileInput) -> int:
 # --- verify --------------------------------------------------------------------------------------
 
 
-@click.command
+@command("ignore no-cache progress json")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--findings", "with_findings", is_flag=True, help="Also check the values.")
-@ignore_option
 @click.option(
     "--manifest",
     metavar="JSON",
     help="Also compare the contents of every tensor with the output of xckpt manifest.",
 )
-@reading_options
-@json_option
 def verify(
     files: tuple[str, ...],
     reading: FileInput,
@@ -465,7 +445,7 @@ def verify(
                     **reading.selection,
                     manifest=expected,
                     storage_options=reading.storage_options,
-                    progress=is_terminal(),
+                    progress=reading.scanning["progress"],
                 )
         except OSError as error:
             # Continue with the other files.
@@ -480,7 +460,7 @@ def verify(
         if with_findings and report.ok:
             from xckpt.health import findings, findings_blocks
 
-            frame = findings(reading.dataset(file), ignore=ignore, progress=is_terminal())
+            frame = findings(reading.dataset(file), ignore=ignore, **reading.scanning)
             document["numbers"] = frame.to_dict("records")
             status = max(status, DAMAGED * calls_for_action(frame))
             if not as_json:

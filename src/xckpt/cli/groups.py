@@ -1,10 +1,8 @@
-"""The option ``--by`` of ``xckpt stats``, ``spectrum`` and ``compare``."""
+"""Groups of tensors, for ``--by`` of ``xckpt stats``, ``spectrum`` and ``compare``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-
-import click
 
 from xckpt.cli.common import (
     complain,
@@ -19,32 +17,21 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-__all__ = ["by_option", "grouped_table", "print_groups"]
+__all__ = ["grouped_table", "print_groups"]
 
 # Attributes of groups that the document has.
 _NOTES = ("outside", "missing", "unknown")
 
-by_option = click.option(
-    "--by",
-    "keys",
-    metavar="KEY,...",
-    help="Merge tensors into groups: layer, role, module, kind, component, dtype, or a numbered "
-    "module such as expert.",
-)
-
 
 def grouped_table(
-    result: Any, keys: str, sort: str | None, *, ascending: bool = False, **options: Any
+    result: Any, keys: Sequence[str], order: dict[str, Any], **options: Any
 ) -> pd.DataFrame:
     """Return a result by layer, role, ..., with a row for each group that has tensors."""
     # The attributes of the groups, and "by" with the keys, are attributes of the table.
-    names = [name.strip() for name in keys.split(",")]
     with usage_errors():
-        grouped = result.ckpt.by(*names, **options)
-    frame: pd.DataFrame = grouped.ckpt.table().reset_index()
-    if sort in frame:
-        frame = frame.sort_values(sort, ascending=ascending, kind="stable")
-    frame.attrs = {"by": names, **grouped.attrs}
+        grouped = result.ckpt.by(*keys, **options)
+        frame: pd.DataFrame = grouped.ckpt.table(**order).reset_index()
+    frame.attrs = {"by": list(keys), **grouped.attrs}
     return frame
 
 

@@ -8,7 +8,6 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -17,20 +16,16 @@ from xckpt.cli.common import (
     FileInput,
     calls_for_action,
     complain,
-    ignore_option,
-    is_terminal,
-    json_option,
     json_rows,
     print_blocks,
     print_document,
     read_names,
-    reading_options,
-    reading_options_beside_output,
     require_columns,
     require_rules,
     usage_errors,
 )
-from xckpt.cli.groups import by_option, grouped_table, print_groups
+from xckpt.cli.groups import grouped_table, print_groups
+from xckpt.cli.options import command
 from xckpt.options import text_of
 
 if TYPE_CHECKING:
@@ -43,9 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["compare", "report", "spectrum", "stats"]
 
-_NAMES = ("name", "tensor")
 _FACTS = ("dtype", "shape", "nbytes")
-_STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
+_STATISTICS = ("dtype", "shape", "mean", "std", "min", "max", "nan", "inf", "zero")
 #: Columns that a narrow terminal shows rather than others.
 _MAIN_STATISTICS, _MAIN_MEASURES = ("mean", "std", "nan", "inf"), ("status", "rel_l2")
 _MAIN_OF_EXPLAINED = ("rel_l2", "cause", "explanation")
@@ -61,67 +55,38 @@ _WORDS = {
     "unreadable": "unreadable",
 }
 
-_limit_option = click.option(
-    "--limit", type=click.IntRange(min=1), help="Print at most this many rows."
-)
-_cache_option = click.option(
-    "--no-cache", is_flag=True, help="Neither use nor store cached results."
-)
-
-
-def _order_options(command: Any) -> Any:
-    command = click.option("--ascending", is_flag=True, help="Reverse the order of --sort.")(
-        _limit_option(command)
-    )
-    text = "Sort by a column, largest first, or by name from A to Z; in file order by default."
-    return click.option("--sort", metavar="COLUMN", help=text)(command)
-
-
 # --- stats ---------------------------------------------------------------------------------------
 
 
-@click.command
+@command("ignore columns sort ascending limit by dim no-cache progress json")
 @click.argument("file")
 @click.option("--findings", "only_findings", is_flag=True, help="Print only suspicious values.")
-@ignore_option
-@click.option(
-    "--columns",
-    default=_STATISTICS,
-    show_default=True,
-    metavar="A,B,...",
-    help="Columns to print, or all.",
-)
-@_order_options
 @click.option(
     "--quantile",
     "quantiles",
     type=click.FloatRange(0, 1),
     multiple=True,
-    help="Compute this quantile instead of the default ones. May be repeated.",
+    help=f"{text_of('quantiles')} May be repeated.",
 )
 @click.option(
     "--exact-quantiles",
     is_flag=True,
-    help="Compute exact quantiles for 32- and 64-bit types (needs extra passes).",
+    help=text_of("exact_quantiles"),
 )
-@by_option
-@_cache_option
-@reading_options
-@json_option
 def stats(
     file: str,
     reading: FileInput,
     *,
     only_findings: bool,
     ignore: tuple[str, ...],
-    columns: str,
+    columns: list[str] | None,
     sort: str | None,
-    ascending: bool,
+    ascending: bool | None,
     limit: int | None,
+    dims: dict[str | int, int | None] | None,
     quantiles: tuple[float, ...],
     exact_quantiles: bool,
-    keys: str | None,
-    no_cache: bool,
+    keys: list[str] | None,
     as_json: bool,
 ) -> int:
     """Print statistics of every tensor in FILE, computed in one pass.
@@ -135,70 +100,75 @@ def stats(
     from xckpt.health import examine, findings, findings_blocks
     from xckpt.statistics import QUANTILES, statistic_names, table
     from xckpt.statistics import stats as compute
+    from xckpt.statistics.tables import arranged
 
-    existing = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
-    chosen = _chosen(columns, existing, None if sort in _NAMES else sort)
+    facts = () if dims else _FACTS
+    existing = [*facts, *statistic_names(quantiles or QUANTILES)]
+    default = [name for name in _STATISTICS if name in existing]
+    chosen = _chosen(columns or default, existing, None if sort in (keys or ()) else sort)
     most_wanted = [sort or "", *_MAIN_STATISTICS]
+    order: dict[str, Any] = {"sort": sort, "ascending": ascending, "limit": limit}
     require_rules(ignore)
-    index = reading.index(file)
+    if dims and (only_findings or keys):
+        raise click.UsageError("--findings and --by are of whole tensors: leave --dim out")
+    # The steps of a run are several files.
+    ds = reading.steps([file]) if "step" in (keys or ()) else None
+    index = reading.index(file) if ds is None else None
+    ds = reading.dataset(file, index) if ds is None else ds
+    document: dict[str, Any] = {"source": file if index is None else index.source}
+    document |= {"format": ds.ckpt.format if index is None else index.format}
     options: dict[str, Any] = {
+        **reading.scanning,
         "exact_quantiles": exact_quantiles,
-        "progress": is_terminal(),
-        "cache": not no_cache,
         "quantiles": quantiles or QUANTILES,
     }
     if only_findings:
-        result, findings_frame = examine(reading.dataset(file, index), ignore=ignore, **options)
+        result, findings_frame = examine(ds, ignore=ignore, **options)
         if keys:
-            document = {"source": index.source, "format": index.format}
-            groups = grouped_table(findings_frame, keys, sort, ascending=ascending).head(limit)
+            groups = grouped_table(findings_frame, keys, order)
             print_groups(groups, list(groups), document if as_json else None)
             return int(calls_for_action(findings_frame))
     else:
-        result = compute(reading.dataset(file, index), **options)
+        with usage_errors():
+            result = compute(ds, **options, dim=list(dims) if dims else None)
         if keys:
-            document = {"source": index.source, "format": index.format}
-            groups = grouped_table(result, keys, sort, ascending=ascending).head(limit)
+            groups = grouped_table(result, keys, order)
             print_groups(groups, chosen, document if as_json else None, most_wanted)
             return 0
-        findings_frame = findings(result, ignore=ignore)
-    frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending)
+        findings_frame = None if dims else findings(result, ignore=ignore)
+    frame = table(result) if dims else _with_facts(table(result), index)
     if as_json:
-        frame = frame.head(limit)
-        print_document(
-            {
-                "source": index.source,
-                "format": index.format,
-                "tensors": json_rows(frame),
-                "findings": findings_frame.to_dict("records"),
-            }
-        )
-    elif only_findings and findings_frame.empty:
-        complain("no findings")
-    elif only_findings:
+        document |= {"tensors": json_rows(arranged(frame, **order))}
+        listed = [] if findings_frame is None else findings_frame.to_dict("records")
+        print_document({**document, "findings": listed})
+    elif findings_frame is not None and only_findings:
+        if findings_frame.empty:
+            complain("no findings")
         print_blocks(findings_blocks(findings_frame.head(limit)))
     else:
-        _print_statistics(frame, chosen, limit, most_wanted)
+        _print_statistics(frame, chosen, order, most_wanted)
     return int(only_findings and calls_for_action(findings_frame))
 
 
-def _chosen(columns: str, existing: Sequence[str], *extra: str | None) -> list[str]:
+def _chosen(columns: Sequence[str], existing: Sequence[str], *extra: str | None) -> list[str]:
     """Return the columns to print, including the `extra` ones, such as the column to sort by."""
-    chosen = list(existing) if columns == "all" else [name.strip() for name in columns.split(",")]
-    chosen += [name for name in extra if name is not None and name not in chosen]
+    from xckpt.statistics.tables import NAMES_OF_ROWS
+
+    chosen = list(existing) if list(columns) == ["all"] else list(columns)
+    chosen = [name for name in chosen if name not in NAMES_OF_ROWS]
+    names = [name for name in extra if name is not None and name not in NAMES_OF_ROWS]
+    chosen += [name for name in names if name not in chosen]
     require_columns(chosen, existing)  # before the pass, which may take an hour
     return chosen
 
 
-def _with_facts(frame: pd.DataFrame, index: Index) -> pd.DataFrame:
+def _with_facts(frame: pd.DataFrame, index: Index | None) -> pd.DataFrame:
     """Insert the types, shapes and sizes of tensors before their statistics."""
     import pandas as pd
 
     # The variables of a tensor without values have names like name:part.
-    tensors = [
-        index.tensors.get(name) or index.tensors.get(name.rpartition(":")[0])
-        for name in frame.index
-    ]
+    known = {} if index is None else index.tensors
+    tensors = [known.get(name) or known.get(name.rpartition(":")[0]) for name in frame.index]
     facts = pd.DataFrame(
         {
             "dtype": [tensor.dtype if tensor else "" for tensor in tensors],
@@ -210,22 +180,14 @@ def _with_facts(frame: pd.DataFrame, index: Index) -> pd.DataFrame:
     return pd.concat([facts, frame], axis="columns")
 
 
-def _arranged(frame: pd.DataFrame, sort: str | None, *, ascending: bool) -> pd.DataFrame:
-    if sort is None:
-        return frame
-    if sort in _NAMES:
-        return frame.sort_index(ascending=not ascending)
-    key = (lambda shapes: shapes.map(prod)) if sort == "shape" else None
-    return frame.sort_values(sort, ascending=ascending, kind="stable", key=key)
-
-
 def _print_statistics(
-    frame: pd.DataFrame, chosen: list[str], limit: int | None, most_wanted: Sequence[str]
+    frame: pd.DataFrame, chosen: list[str], order: dict[str, Any], most_wanted: Sequence[str]
 ) -> None:
     from xckpt.statistics import frame_table
+    from xckpt.statistics.tables import arranged
 
-    count = len(frame)
-    frame = frame.head(_row_limit(limit))
+    limit, count = order["limit"], len(frame)
+    frame = arranged(frame, **order | {"limit": _row_limit(limit)})
     print_blocks([frame_table(frame, chosen, wanted=most_wanted)])
     if limit is None and len(frame) < count:
         complain(f"the first {len(frame)} of {count:,} tensors; --limit {count} prints all")
@@ -239,26 +201,19 @@ def _row_limit(limit: int | None) -> int | None:
 # --- spectrum ------------------------------------------------------------------------------------
 
 
-@click.command
+@command("columns sort ascending limit by no-cache progress json")
 @click.argument("file")
 @click.option("--minus", metavar="FILE", help="Analyse the differences from this checkpoint.")
-@click.option("--columns", default="all", metavar="A,B,...", help="Columns to print; default all.")
-@_order_options
-@by_option
-@_cache_option
-@reading_options
-@json_option
 def spectrum(
     file: str,
     reading: FileInput,
     *,
     minus: str | None,
-    columns: str,
+    columns: list[str] | None,
     sort: str | None,
-    ascending: bool,
+    ascending: bool | None,
     limit: int | None,
-    keys: str | None,
-    no_cache: bool,
+    keys: list[str] | None,
     as_json: bool,
 ) -> int:
     """Print ranks, norms, condition and alpha, from the singular values of every matrix in FILE.
@@ -269,72 +224,52 @@ def spectrum(
     """
     from xckpt.statistics import OF_MATRICES, table
     from xckpt.statistics import spectrum as compute
+    from xckpt.statistics.tables import arranged
 
-    is_shown = sort in {*_NAMES, *_FACTS}
-    chosen = _chosen(columns, OF_MATRICES, None if is_shown else sort)
-    index = reading.index(file)
+    chosen = _chosen(
+        columns or OF_MATRICES, OF_MATRICES, None if sort in {*_FACTS, *(keys or ())} else sort
+    )
+    order: dict[str, Any] = {"sort": sort, "ascending": ascending, "limit": limit}
+    ds = reading.steps([file]) if "step" in (keys or ()) else None
+    index = reading.index(file) if ds is None else None
     result = compute(
-        reading.dataset(file, index),
+        reading.dataset(file, index) if ds is None else ds,
         **reading.selection,
+        **reading.scanning,
         minus=None if minus is None else reading.dataset(minus),
         statistics=chosen,
-        progress=is_terminal(),
-        cache=not no_cache,
     )
+    document: dict[str, Any] = {"source": file if index is None else index.source}
     if keys:
-        groups = grouped_table(result, keys, sort, ascending=ascending).head(limit)
-        document = {"source": index.source} if as_json else None
-        print_groups(groups, chosen, document, [sort or ""])
+        groups = grouped_table(result, keys, order)
+        print_groups(groups, chosen, document if as_json else None, [sort or ""])
         return 0
-    frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending)
+    frame = _with_facts(table(result), index)
     if as_json:
-        print_document({"source": index.source, "tensors": json_rows(frame.head(limit))})
+        print_document({**document, "tensors": json_rows(arranged(frame, **order))})
     else:
-        _print_statistics(frame, ["dtype", "shape", *chosen], limit, [sort or "", *chosen])
+        _print_statistics(frame, ["dtype", "shape", *chosen], order, [sort or "", *chosen])
     return 0
 
 
 # --- compare -------------------------------------------------------------------------------------
 
 
-@click.command
+@command("columns sort ascending limit names dim by no-cache progress json")
 @click.argument("a")
 @click.argument("b")
 @click.option("--all", "everything", is_flag=True, help="Also list equal tensors.")
-@click.option("--explain", is_flag=True, help="Also explain why tensors differ.")
+@click.option("--explain", is_flag=True, help=text_of("explain"))
 @click.option(
     "--adapter",
     metavar="PATH",
     help="Verify that B is A with this adapter, such as LoRA, merged into it. Implies --explain.",
 )
 @click.option(
-    "--columns",
-    default=",".join(_MEASURES),
-    show_default=True,
-    metavar="A,B,...",
-    help="Columns to print, or all.",
-)
-@click.option("--sort", metavar="COLUMN", help="Largest first; by default the most changed first.")
-@_limit_option
-@click.option(
     "--rename",
     nargs=2,
     metavar="REGEX NEW",
     help="Replacement that turns names in A into names in B, such as '^model\\.' ''.",
-)
-@click.option(
-    "--names",
-    metavar="auto|FILE",
-    help="Match tensors by content and known names, or by a JSON object of names in A with names "
-    "in B.",
-)
-@click.option(
-    "--dim",
-    "dims",
-    multiple=True,
-    metavar="DIM[:N]",
-    help="Compare by channel or block: reduce only this dimension (a name, or a position such as "
-    "-1), or N neighbours at a time. May be repeated.",
 )
 @click.option(
     "--codes",
@@ -353,10 +288,6 @@ def spectrum(
     "be repeated.",
 )
 @click.option("--ignore-attrs", is_flag=True, help="Compare numbers only, and no attributes.")
-@by_option
-@_cache_option
-@reading_options
-@json_option
 def compare(
     a: str,
     b: str,
@@ -365,18 +296,18 @@ def compare(
     everything: bool,
     explain: bool,
     adapter: str | None,
-    columns: str,
+    columns: list[str] | None,
     sort: str | None,
+    ascending: bool | None,
     limit: int | None,
     rename: tuple[str, str] | None,
     names: str | None,
-    dims: tuple[str, ...],
+    dims: dict[str | int, int | None] | None,
     codes: bool,
     write_names: str | None,
     bounds: tuple[str, ...],
     ignore_attrs: bool,
-    keys: str | None,
-    no_cache: bool,
+    keys: list[str] | None,
     as_json: bool,
 ) -> int:
     """Print how much the tensors of A and B differ.
@@ -399,6 +330,7 @@ def compare(
         matched_names,
         table,
     )
+    from xckpt.statistics.tables import arranged
 
     explain = explain or adapter is not None
     matching = _matching(rename, names)
@@ -406,7 +338,8 @@ def compare(
     _require_whole_tensors(dims, {**of_tensors, "--write-names": write_names})
     if keys and explain:
         raise click.UsageError("--explain describes single tensors: leave --by out")
-    chosen = _compared(columns, sort, codes=codes, explain=explain)
+    of_columns = None if sort in (keys or ()) else sort
+    chosen = _compared(columns, of_columns, codes=codes, explain=explain)
     if write_names is not None and os.path.lexists(write_names):  # before the pass
         raise click.UsageError(f"{write_names} already exists")
     both = replace(reading, tensors=(), exclude=(), only=None)
@@ -417,14 +350,13 @@ def compare(
             theirs,
             names=matching,
             **reading.selection,
-            dim=_lengths(dims) or None,
+            dim=dims,
             codes=codes,
             explain=explain,
             adapter=adapter,
             fail_above=_bounds(bounds),
             ignore_attrs=ignore_attrs,
-            progress=is_terminal(),
-            cache=not no_cache,
+            **reading.scanning,
             storage_options=reading.storage_options,
         )
     frame = table(result)
@@ -433,13 +365,13 @@ def compare(
         _write_names(write_names, matched_names(result))
     if frame.empty and reading.tensors:
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
-    if sort is not None:
-        frame = frame.sort_values(sort, ascending=False, kind="stable")
+    frame = arranged(frame, sort=sort, ascending=ascending)
     is_good, conclusion = _conclusion(result, frame, has_bounds=bool(bounds))
     sentences = [] if dims else [str(line) for line in comparison_lines(frame)]
     if keys:
-        norms = _stats_for_groups(frame, ours, cache=not no_cache)
-        groups = grouped_table(result, keys, sort, stats=norms).head(limit)
+        norms = _stats_for_groups(frame, ours, reading)
+        order: dict[str, Any] = {"sort": sort, "ascending": ascending, "limit": limit}
+        groups = grouped_table(result, keys, order, stats=norms)
         document = {"a": a, "b": b, **conclusion} if as_json else None
         listed = ["changed", "only_a", "only_b", *chosen]
         print_groups(groups, listed, document, ["changed", *most_wanted])
@@ -514,33 +446,36 @@ def _bounds(texts: Sequence[str]) -> dict[str, float]:
     return bounds
 
 
-def _require_whole_tensors(dims: tuple[str, ...], options: dict[str, Any]) -> None:
+def _require_whole_tensors(dims: object, options: dict[str, Any]) -> None:
     """Raise an error in usage if --dim is combined with an option for whole tensors."""
     used = [option for option, value in options.items() if value]
     if dims and used:
         raise click.UsageError(f"{used[0]} is of whole tensors: leave --dim out")
 
 
-def _compared(columns: str, sort: str | None, *, codes: bool, explain: bool) -> list[str]:
+def _compared(
+    columns: Sequence[str] | None, sort: str | None, *, codes: bool, explain: bool
+) -> list[str]:
     """Return the columns of a comparison to print."""
     from xckpt.comparison import MEASURES
     from xckpt.statistics import OF_CODES
     from xckpt.statistics.tables import EXPLANATION_COLUMNS as COLUMNS
 
     more = OF_CODES if codes else ()
-    if columns == ",".join(_MEASURES) and explain:
-        columns = ",".join(_EXPLAINED)
+    columns = columns or (_EXPLAINED if explain else _MEASURES)
     chosen = _chosen(columns, [*MEASURES, *more, *(COLUMNS if explain else ())], *more, sort)
     return list(dict.fromkeys([*([] if explain else ["status"]), *chosen]))
 
 
-def _stats_for_groups(frame: pd.DataFrame, ours: xr.Dataset, *, cache: bool) -> xr.Dataset | None:
+def _stats_for_groups(
+    frame: pd.DataFrame, ours: xr.Dataset, reading: FileInput
+) -> xr.Dataset | None:
     """Return statistics with the norms of equal tensors, if groups of a comparison need them."""
     from xckpt.statistics import stats as compute_stats
 
     # The comparison may have skipped the values of equal tensors.
     needs_norms = {"same", "changed"} <= set(frame["status"])
-    return compute_stats(ours, progress=is_terminal(), cache=cache) if needs_norms else None
+    return compute_stats(ours, **reading.scanning) if needs_norms else None
 
 
 def _write_names(path: str, names: dict[str, str]) -> None:
@@ -564,16 +499,6 @@ def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
             message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
             raise click.UsageError(message) from error
     return rename
-
-
-def _lengths(dims: tuple[str, ...]) -> Any:
-    """Parse --dim: dimensions by name or position, each with a number of neighbours or None."""
-    lengths: dict[str | int, int | None] = {}
-    for text in dims:
-        name, colon, length = text.rpartition(":") if re.search(r":\d+$", text) else (text, "", "")
-        key = int(name) if re.fullmatch(r"-?\d+", name) else name
-        lengths[key] = int(length) if colon else None
-    return lengths
 
 
 def _print_explanations(frame: pd.DataFrame, show: _TableOptions) -> None:
@@ -631,7 +556,7 @@ def _print_rows(listed: pd.DataFrame, show: _TableOptions) -> None:
 # --- report --------------------------------------------------------------------------------------
 
 
-@click.command
+@command("names overwrite no-cache progress")
 @click.argument("file")
 @click.argument("other", required=False)
 @click.option(
@@ -641,16 +566,7 @@ def _print_rows(listed: pd.DataFrame, show: _TableOptions) -> None:
     metavar="PATH",
     help="The new file: HTML if it ends in .html, Markdown if it ends in .md.",
 )
-@click.option(
-    "--names",
-    metavar="auto|FILE",
-    help="Match tensors by content and known names, or by a JSON object of names in FILE with "
-    "names in OTHER.",
-)
 @click.option("--no-explain", is_flag=True, help="Do not explain why tensors differ.")
-@click.option("--overwrite", is_flag=True, help=text_of("overwrite"))
-@_cache_option
-@reading_options_beside_output
 def report(
     file: str,
     other: str | None,
@@ -660,7 +576,6 @@ def report(
     names: str | None,
     no_explain: bool,
     overwrite: bool,
-    no_cache: bool,
 ) -> int:
     """Write a report on FILE, or on the differences between FILE and OTHER.
 
@@ -678,8 +593,8 @@ def report(
             names=_matching(None, names),
             explain=not no_explain,
             overwrite=overwrite,
-            progress=is_terminal(),
-            cache=not no_cache,
+            **reading.scanning,
             storage_options=reading.storage_options,
         )
+    complain(f"wrote {output}")
     return 0

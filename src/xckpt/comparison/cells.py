@@ -13,7 +13,7 @@ from xckpt.arrays.streams import LEAF
 from xckpt.comparison.measure import Comparison, as_floats
 from xckpt.comparison.pair_loops import compare_cells
 from xckpt.errors import shown
-from xckpt.labels.filters import suggest_names
+from xckpt.scan.entries import no_dimension
 from xckpt.scan.scanning import MergeTree
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def reduced_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable
             continue
         if key in stacked:
             raise ValueError(f"tensors are stacked along {shown(key)}, and are compared one by one")
-        hint = suggest_names(sorted(reducible | stacked), key)
-        raise ValueError(f"no variable has the dimension {shown(key)}{hint}")
+        raise ValueError(no_dimension(key, reducible | stacked))
     return lengths
 
 

@@ -72,7 +72,11 @@ if TYPE_CHECKING:
 
 
 @renamed("other", "b")
-@takes(ScanOptions)
+@takes(
+    ScanOptions,
+    atol="did you mean fail_above={{'max_abs': {value!r}}}?",
+    rtol="did you mean fail_above={{'rel_l2': {value!r}}}?",
+)
 def compare(
     a: Describable,
     b: Describable,

@@ -394,6 +394,16 @@ class FormatOptions(TypedDict, total=False):
     version: str  # ztensor
 
 
+class ReadOptions(TypedDict, total=False):
+    """Options for reading single formats, documented with their formats."""
+
+    all_tensors: bool  # torch
+    constants: bool  # onnx
+    layout: str | None  # burnpack
+    payload: Any  # mlcp
+    with_stats: bool  # primitiv
+
+
 def _keywords(method: Callable[..., Any]) -> dict[str, Parameter]:
     parameters = signature(method).parameters.items()
     return {name: option for name, option in parameters if option.kind is Parameter.KEYWORD_ONLY}

@@ -18,7 +18,7 @@ from xckpt.index import paused_collector
 from xckpt.labels.filters import combined, select, select_or_raise, suggest_names
 from xckpt.notebook.documents import WIDEST_CELL, Field, Heading, Sentence, Table, more
 from xckpt.notebook.shown import Shown
-from xckpt.options import ScanOptions, takes
+from xckpt.options import OF_FRAMES, ScanOptions, takes
 from xckpt.scan.entries import contents_of, entries_of, filter_of
 from xckpt.statistics.computing import QUANTILES
 from xckpt.statistics.computing import stats as compute_stats
@@ -132,7 +132,7 @@ def findings_blocks(findings: pd.DataFrame, most: int | None = None) -> list[Blo
     return [*blocks, *([Sentence("hint", rest)] if rest else [])]
 
 
-@takes(ScanOptions)
+@takes(ScanOptions, **OF_FRAMES)
 def findings(
     obj: Describable,
     tensors: TensorFilter | None = None,
@@ -152,9 +152,6 @@ def findings(
         Checkpoint to examine. Tensors are read once, as in `stats` with ``channels=True``, and
         once more if they seem to be equal. The steps of a Dataset of `open_steps` are also compared
         with each other. A result of `stats` is examined without reading any tensor.
-    ignore : str or iterable of str, optional
-        Rules to leave out: a rule such as ``"constant"``, or a rule, a colon and a glob of tensors,
-        ``"dead_rows:*.delta"``; ``"*"`` stands for all rules.
     stats : xarray.Dataset, optional
         Result of `xckpt.stats` for `obj`, which is then not read. A result as `obj` also is.
 

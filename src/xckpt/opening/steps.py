@@ -29,6 +29,7 @@ from xckpt.opening.hints import advising
 from xckpt.opening.merging import Opened, labelled_attrs, merge
 from xckpt.opening.names import is_index, is_unfinished, step_in
 from xckpt.opening.runs import Run, run_in
+from xckpt.options import StepKeywords, takes
 from xckpt.registration import register_formatter
 from xckpt.storage import Location
 from xckpt.structure import structure_of
@@ -37,11 +38,13 @@ from xckpt.structure.numbering import is_index as is_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Unpack
 
     import xarray as xr
 
     from xckpt.datasets.listing import Listing
     from xckpt.index import Tensor
+    from xckpt.labels import TensorFilter
     from xckpt.typing import Dataset
 
 __all__ = ["open_steps"]
@@ -56,19 +59,22 @@ _SUFFIXES = re.compile(r"(\.[A-Za-z][^./]*)+$")
 _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
 
 
+@takes(StepKeywords, of=OpenOptions, is_open=True)
 def open_steps(
     paths: Any,
     engine: str | None = None,
     *,
+    tensors: TensorFilter | None = None,
     step: Sequence[int] | None = None,
     dim: str = "step",
     join: Literal["exact", "inner"] = "exact",
-    **options: Any,
+    **options: Unpack[StepKeywords],
 ) -> Dataset:
     """Open the checkpoints of a training run as one lazy Dataset.
 
     The result equals ``xarray.open_mfdataset(paths, combine="nested", concat_dim=dim)``, but no
     Dataset is made for each file: their indexes are merged, and tensors with one name are stacked.
+    With ``stack=True``, layers are dimensions after `dim`.
 
     Parameters
     ----------
@@ -86,9 +92,7 @@ def open_steps(
         How to treat tensors that some steps lack, or have with another shape or type: raise an
         error, or leave them out with a warning.
     **options
-        Options of ``xarray.open_dataset`` for this engine; see
-        `xckpt.datasets.options.OpenOptions`.
-        With ``stack=True``, layers are dimensions after `dim`.
+        Options of a single format.
 
     Returns
     -------
@@ -120,7 +124,8 @@ def open_steps(
     first = run.steps[min(run.steps)]
     engine = engine or format_of(first)
     format_options = tuple(formats.get(engine).open_options)
-    parsed = OpenOptions.parse(options, engine=engine, own=format_options)
+    selected = {"tensors": tensors, **options}
+    parsed = OpenOptions.parse(selected, engine=engine, own=format_options)
     names = {number: place.text for number, place in run.steps.items()}
 
     def opened_step(place: Location) -> Opened | Exception:

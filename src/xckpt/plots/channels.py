@@ -11,7 +11,7 @@ from xckpt.formatting import counted
 from xckpt.labels.filters import select_or_raise
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.short_names import apart, short_names
-from xckpt.options import documented, renamed
+from xckpt.options import renamed, takes
 from xckpt.plots.axes import (
     add_heading,
     label_rows,
@@ -48,7 +48,7 @@ _GOOD_IF_LARGE = frozenset({"equal_fraction", "cosine", "sqnr_db"})
 
 
 @renamed("names", "tensors")
-@documented
+@takes()
 @themed
 def draw_error(
     source: Drawn,

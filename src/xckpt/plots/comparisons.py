@@ -11,7 +11,7 @@ import xarray as xr
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.formatting import counted
 from xckpt.labels.filters import select_or_raise
-from xckpt.options import documented, renamed
+from xckpt.options import renamed, takes
 from xckpt.plots.axes import add_heading, new_axes, require_drawable, safe
 from xckpt.plots.layers import WIDE_SPAN, require_statistic
 from xckpt.plots.series import codes_left_out, codes_of, require_any
@@ -37,7 +37,7 @@ _STATUS_WORDS = {
 
 
 @renamed("names", "tensors")
-@documented
+@takes()
 @themed
 def draw_differences(
     source: Drawn,

@@ -8,7 +8,7 @@ import numpy as np
 
 from xckpt.datasets.tensors import find
 from xckpt.formatting import counted
-from xckpt.options import documented, renamed
+from xckpt.options import renamed, takes
 from xckpt.plots.axes import (
     add_heading,
     add_legend,
@@ -69,7 +69,7 @@ class _Density(NamedTuple):
 
 
 @renamed("names", "tensors")
-@documented
+@takes()
 @themed
 def draw_histogram(
     source: Drawn,

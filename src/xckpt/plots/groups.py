@@ -9,7 +9,7 @@ import xarray as xr
 
 from xckpt.formatting import counted
 from xckpt.notebook.short_names import short_names
-from xckpt.options import documented
+from xckpt.options import takes
 from xckpt.plots.axes import (
     add_heading,
     inches,
@@ -42,7 +42,7 @@ _STRIDES = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 _INFINITE, _UNDEFINED = "#9e9e9e", "#e6007e"
 
 
-@documented
+@takes()
 @themed
 def draw_groups(
     source: Drawn,

@@ -8,7 +8,7 @@ import numpy as np
 
 from xckpt.datasets.tensors import find
 from xckpt.labels import suggest_names
-from xckpt.options import documented, renamed
+from xckpt.options import renamed, takes
 from xckpt.plots.axes import (
     Label,
     add_heading,
@@ -105,7 +105,7 @@ class _Panel(NamedTuple):
 
 
 @renamed("names", "tensors")
-@documented
+@takes(by="groups are .plot.by('std', {value!r})")
 @themed
 def draw_layers(
     source: Drawn,

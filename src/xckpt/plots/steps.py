@@ -8,7 +8,7 @@ import numpy as np
 
 from xckpt.formatting import counted
 from xckpt.notebook.folding import ascending
-from xckpt.options import documented, renamed
+from xckpt.options import renamed, takes
 from xckpt.plots.axes import (
     add_heading,
     mark_beyond,
@@ -37,7 +37,7 @@ _UNCHANGED = "#8886"
 
 
 @renamed("names", "tensors")
-@documented
+@takes()
 @themed
 def draw_steps(
     source: Drawn,

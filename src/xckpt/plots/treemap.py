@@ -10,7 +10,7 @@ from xckpt.datasets.tensors import OpenTensors
 from xckpt.formatting import binary_size, columns, counted, printable, share, shortened
 from xckpt.notebook.html import colors_of
 from xckpt.notebook.short_names import apart
-from xckpt.options import documented, renamed
+from xckpt.options import renamed, takes
 from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
 from xckpt.plots.series import require_any
 from xckpt.plots.theme import themed
@@ -70,7 +70,7 @@ class _Module:
 
 
 @renamed("names", "tensors")
-@documented
+@takes()
 @themed
 def draw_treemap(
     source: Drawn,

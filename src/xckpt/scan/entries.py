@@ -41,7 +41,7 @@ from xckpt.storage.limits import require_memory
 from xckpt.upstream.xarray_trees import assemble_dataset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
     from xckpt.arrays import LazyArray
     from xckpt.arrays.streams import ElementStream
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 LONGEST_ROW = 1 << 22
 # Size of the statistics of a row, in bytes.
 _ROW_NBYTES = 256
+_MOST_DIMS = 12  # in a message
 
 
 class Described(NamedTuple):
@@ -198,10 +199,18 @@ def _require_dims(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
     unknown = set(dims) - existing - set(positions)
     if unknown:
         dim = str(min(unknown, key=str))
-        hint = suggest_names(sorted(map(str, existing)), dim)
-        if not hint and dim in tensors.structure.repeated_modules():
-            hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
-        raise ValueError(f"no variable has the dimension {shown(dim)}{hint}")
+        stacked = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
+        is_module = dim in tensors.structure.repeated_modules()
+        raise ValueError(no_dimension(dim, map(str, existing)) + stacked * is_module)
+
+
+def no_dimension(dim: str, existing: Iterable[str]) -> str:
+    """Return the message that no variable has a dimension, with those that there are."""
+    names = sorted(existing)
+    hint = suggest_names(names, dim)
+    if not hint and names:
+        hint = f"; dimensions are {some(names, 'dimensions', _MOST_DIMS)}, or positions such as -1"
+    return f"no variable has the dimension {shown(dim)}{hint}"
 
 
 def _unreadable(

@@ -75,12 +75,6 @@ def stats(
         Tensors to describe, in their stored element types: bfloat16 and float8 are not converted
         first. Quantised tensors are decoded. A mapping has arrays by name, such as the state dict
         of a PyTorch module.
-    quantiles : sequence of float
-        Quantiles to compute, between 0 and 1; the statistic ``q0.5`` is the median.
-    exact_quantiles : bool
-        Compute exact quantiles of float32, float64 and integers of 32 and 64 bits, at the cost of
-        one to four extra passes. By default, these quantiles have a relative error of at most
-        2**-8, and are exact if subnormal. Quantiles of smaller types are always exact.
     channels : bool
         Also compute statistics of rows and columns, such as ``dead_columns`` and
         ``outlier_columns``, in the same pass; `findings` needs them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,11 +12,13 @@ from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_names
+from xckpt.options import TableOptions, takes
 from xckpt.scan.entries import member_names
 from xckpt.statistics.definitions import STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping
+    from typing import Unpack
 
     import pandas as pd
     import xarray as xr
@@ -46,10 +50,21 @@ MAIN_COLUMNS = (
     *("status", "outcome", "cause", "nan", "inf", "rel_l2", "max_abs", "equal_fraction"),
     *("mean", "std", "min", "max", "rmse", "cosine", "sqnr_db", "count"),
 )
+#: Names of the index of a table, which also select the column of names in a command.
+NAMES_OF_ROWS = ("name", "tensor")
 _WHOLE_NUMBERS = tuple(statistic.name for statistic in STATISTICS if statistic.whole)
 
 
-def table(result: xr.Dataset, columns: str | Iterable[str] | None = None) -> pd.DataFrame:
+@takes(
+    TableOptions,
+    by="groups have tables: xckpt.table(result.ckpt.by({value!r}))",
+    tensors="select in the call that computes the result, or with .filter(like=...) of the table",
+)
+def table(
+    result: xr.Dataset,
+    columns: str | Iterable[str] | None = None,
+    **options: Unpack[TableOptions],
+) -> pd.DataFrame:
     """Lay a result out as a table, with one row for each tensor or group.
 
     Parameters
@@ -57,8 +72,6 @@ def table(result: xr.Dataset, columns: str | Iterable[str] | None = None) -> pd.
     result : xarray.Dataset
         Result of `stats`, `spectrum`, `histogram` or `compare`, a selection from it, or its groups
         by layer, role, ... (``result.ckpt.by("layer")``).
-    columns : str or iterable of str, optional
-        Columns to return; all by default.
 
     Returns
     -------
@@ -81,27 +94,57 @@ def table(result: xr.Dataset, columns: str | Iterable[str] | None = None) -> pd.
 
     Examples
     --------
-    >>> xckpt.table(xckpt.stats("m.zt")).nlargest(3, "absmax")
+    >>> xckpt.table(xckpt.stats("m.zt"), ["std", "absmax"], sort="absmax", limit=3)
     """
     import xarray as xr
 
     argument: Any = result
     if not isinstance(argument, xr.Dataset):
-        text = "table() takes the result of stats() or compare(), not this"
-        raise TypeError(f"{text} {type(argument).__name__}")
+        kind = type(argument).__name__
+        text = f"table() takes the result of stats() or compare(), not this {kind}"
+        is_path = isinstance(argument, str | PathLike)
+        hint = f": xckpt.table(xckpt.stats({str(argument)!r}))" if is_path else ""
+        raise TypeError(text + hint)
     frame = _group_frame(result) if has_groups(result) else _frame(result)
     order = [] if "affected" in frame else [name for name in MAIN_COLUMNS if name in frame]
     order = ["tensors", *order] if "tensors" in frame else order
     frame = frame[[*order, *(name for name in frame if name not in order)]]
-    if columns is None:
-        return frame
-    chosen = [columns] if isinstance(columns, str) else list(columns)
-    for column in chosen:
-        if column not in frame:
-            raise ValueError(
-                f"there is no column {column!r}{suggest_names(map(str, frame), column)}"
-            )
-    return frame[chosen]
+    return arranged(frame, columns, **options)
+
+
+def arranged(
+    frame: pd.DataFrame,
+    columns: str | Iterable[str] | None = None,
+    *,
+    sort: str | None = None,
+    ascending: bool | None = None,
+    limit: int | None = None,
+) -> pd.DataFrame:
+    """Return rows and columns of a table as the options of `table` ask for."""
+    if limit is not None and limit < 0:
+        raise ValueError(f"limit={limit}: expected a number of rows")
+    if sort in {*NAMES_OF_ROWS, *frame.index.names} and sort not in frame:
+        level = sort if sort in frame.index.names else None
+        is_rising = ascending is not False
+        frame = frame.sort_index(level=level, ascending=is_rising, kind="stable")
+    elif sort is not None:
+        _require_column(frame, sort)
+        sizes = (lambda shapes: shapes.map(prod)) if sort == "shape" else None
+        frame = frame.sort_values(sort, ascending=bool(ascending), kind="stable", key=sizes)
+    if columns is not None:
+        listed = [columns] if isinstance(columns, str) else list(columns)
+        listed = list(frame) if listed == ["all"] else listed
+        chosen = [name for name in listed if name not in NAMES_OF_ROWS]
+        for name in chosen:
+            _require_column(frame, name)
+        frame = frame[chosen]
+    return frame if limit is None else frame.head(limit)
+
+
+def _require_column(frame: pd.DataFrame, name: str) -> None:
+    if name not in frame:
+        hint = suggest_names(map(str, frame), name) or f"; columns are {', '.join(map(str, frame))}"
+        raise ValueError(f"there is no column {name!r}{hint}")
 
 
 def has_groups(result: xr.Dataset) -> bool:

@@ -27,7 +27,7 @@ from xckpt.labels.renaming import new_names
 from xckpt.notebook.documents import Heading, Sentence
 from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
-from xckpt.options import documented
+from xckpt.options import takes
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.structure import structure_of
@@ -59,7 +59,7 @@ __all__ = ["Conversion", "Recast", "append", "convert", "save"]
 
 
 @into_folder
-@documented
+@takes()
 def save(
     obj: Writable,
     path: str | PathLike[str],
@@ -163,7 +163,7 @@ def save(
 
 
 @into_folder
-@documented
+@takes()
 def convert(
     src: OpenPath,
     dst: str | PathLike[str],
@@ -332,7 +332,7 @@ def _select_tensors(
     return selected
 
 
-@documented
+@takes()
 def append(
     obj: Writable,
     path: str | PathLike[str],
