@@ -8,13 +8,14 @@ model, are paired by the naming conventions of known projects.
 from __future__ import annotations
 
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from xckpt.comparison.arrangements import Transposed
 from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions
-from xckpt.comparison.explaining.search import contents, partners
+from xckpt.comparison.explaining.search import partners
 from xckpt.comparison.explaining.sketches import groups_of, sketched
 from xckpt.comparison.pairs import Match, Partner, pair_of
 from xckpt.errors import shown
@@ -241,7 +242,7 @@ def _renamed(pairs: Mapping[str, Partner]) -> list[tuple[str, str]]:
 
 def _same_values(sides: Sequence[Sequence[Sketched]]) -> dict[str, Partner]:
     """Pair tensors with the same numbers, if each side has them once, by their names in `a`."""
-    groups = chain.from_iterable(groups_of(sides, contents))
+    groups = chain.from_iterable(groups_of(sides, attrgetter("content")))
     copies = {id(tensor) for group in groups if len(group) > 1 for tensor in group}
     pairs = {}
     for candidate in partners(*sides, extended=False):
@@ -293,7 +294,7 @@ def _in_order(
     sides: Sequence[Sequence[Sketched]], rules: Rules, names: Collection[str]
 ) -> Iterator[tuple[Sketched, Sketched]]:
     """Pair equal tensors by rules of names, else in file order, if their counts are equal."""
-    for copies, equals in groups_of(sides, contents):
+    for copies, equals in groups_of(sides, attrgetter("content")):
         if len(copies) != len(equals):
             continue
         copies_of_b = {copy.name: copy for copy in equals}

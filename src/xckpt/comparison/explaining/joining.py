@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import chain
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from xckpt.comparison.arrangements import (
@@ -22,7 +23,6 @@ from xckpt.comparison.arrangements import (
 from xckpt.comparison.explaining.joints import Joint, JointPart, joints_between
 from xckpt.comparison.explaining.names import analogous, out_of_order, spelled
 from xckpt.comparison.explaining.outcome import Explanation, quoted, related, unlike
-from xckpt.comparison.explaining.search import contents
 from xckpt.comparison.explaining.sketches import groups_of
 from xckpt.comparison.explaining.verification import Link, Side, examine
 from xckpt.comparison.explaining.work import ALONE, SIDES
@@ -52,7 +52,7 @@ def joined(work: Work) -> Explanations:
         ours, theirs = work.sketch(wholes, side), work.sketch(parts, 1 - side)
         twins = {
             tensor.number
-            for group in groups_of([ours.values(), theirs.values()], contents)
+            for group in groups_of([ours.values(), theirs.values()], attrgetter("content"))
             if len(group[0]) == len(group[1]) == 1
             for tensor in (*group[0], *group[1])
         }

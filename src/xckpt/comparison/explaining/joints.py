@@ -100,13 +100,14 @@ def joints_between(
     best: dict[int, Joint | None] = {}
     remaining = list(wholes)
     while remaining:
+        candidates = _Candidates(list(free.values()), parts_are_padded=parts_are_padded)
         for whole in remaining:
             likeliest = best.get(id(whole))
             is_stale = likeliest is not None and any(
                 id(member.part) not in free for member in likeliest.members
             )
             if id(whole) not in best or is_stale:
-                likely = _joints_of(whole, list(free.values()), parts_are_padded=parts_are_padded)
+                likely = _joints_of(whole, candidates)
                 best[id(whole)] = max(likely, key=lambda joint: joint.score, default=None)
         ranked = [joint for whole in remaining if (joint := best[id(whole)]) is not None]
         if not ranked:
@@ -120,36 +121,49 @@ def joints_between(
     return chosen_joints
 
 
-def _joints_of(
-    whole: Sketched, parts: list[Sketched], *, parts_are_padded: bool
-) -> Iterator[Joint]:
+class _Candidates:
+    """The tensors that may be parts, arranged for each shape of a joined tensor."""
+
+    def __init__(self, parts: list[Sketched], *, parts_are_padded: bool) -> None:
+        self._parts = parts
+        self._parts_are_padded = parts_are_padded
+        self._along: dict[tuple[Shape, int], _Parts] = {}
+
+    def along(self, shape: Shape, axis: int) -> _Parts:
+        """Return the parts along an axis of a tensor; axis -1 is a new axis of stacked layers."""
+        if (shape, axis) not in self._along:
+            oriented = [
+                slab
+                for part in self._parts
+                for slab in (
+                    _layers(part, shape)
+                    if axis < 0
+                    else _slabs(part, shape, axis, parts_are_padded=self._parts_are_padded)
+                )
+            ]
+            self._along[shape, axis] = _Parts(oriented, max(axis, 0))
+        return self._along[shape, axis]
+
+
+def _joints_of(whole: Sketched, candidates: _Candidates) -> Iterator[Joint]:
     shape = whole.shape
     if len(shape) == 3 and whole.rows is not None:
-        oriented = [layer for part in parts for layer in _layers(part, shape)]
-        candidates = _Parts(oriented, 0, are_permuted=True) if len(oriented) > 1 else None
-        members = _walk(whole.rows, candidates) if candidates else []
+        members = _walk(whole.rows, candidates.along(shape, -1))
         if members:
             rows = shape[1]
             places = [m._replace(start=m.start // rows, stop=m.stop // rows) for m in members]
             yield Joint(whole, 0, tuple(places), is_stack=True)
-    for axis in range(len(shape)):
-        along = whole.along[axis]
+    for axis, along in enumerate(whole.along):
         if along is None:
             continue
-        oriented = [
-            slab
-            for part in parts
-            for slab in _slabs(part, shape, axis, parts_are_padded=parts_are_padded)
-        ]
-        if len(oriented) < 2:
-            continue
-        members = _walk(along, _Parts(oriented, axis, are_permuted=True))
+        parts = candidates.along(shape, axis)
+        members = _walk(along, parts)
         if members:
             yield Joint(whole, axis, tuple(members))
             continue
-        plain = _Parts(oriented, axis, are_permuted=False)
-        for (heads, is_undone), order in rope_orders(len(along)).items() if whole.is_rotary else ():
-            members = _walk(along[order], plain)
+        orders = rope_orders(len(along)) if whole.is_rotary and len(parts.oriented) > 1 else {}
+        for (heads, is_undone), order in orders.items():
+            members = _walk(along[order], parts, are_permuted=False)
             if members and all(member.is_alike for member in members):
                 step = RopePermuted(axis, heads, is_undone)
                 yield Joint(whole, axis, tuple(members), (step,))
@@ -186,9 +200,14 @@ def _slabs(
             yield _Oriented(part, sums, () if is_plain else (Transposed(axes),), is_trimmed)
 
 
-def _walk(sums: Array, parts: _Parts) -> list[JointPart]:
-    """Find the parts that cover the sums of a whole, in order; empty if no chain of parts does."""
-    parts.used.clear()
+def _walk(sums: Array, parts: _Parts, *, are_permuted: bool = True) -> list[JointPart]:
+    """Find the parts that cover the sums of a whole, in order; empty if no chain of parts does.
+
+    With `are_permuted`, the rows of parts may be permuted as for rotary embeddings.
+    """
+    if len(parts.oriented) < 2:
+        return []
+    parts.begin(are_permuted=are_permuted)
     members: list[JointPart] = []
     start = 0
     while start < len(sums):
@@ -213,10 +232,10 @@ def _walk(sums: Array, parts: _Parts) -> list[JointPart]:
 class _Parts:
     """Candidates for the parts of a joint along an axis, grouped by length."""
 
-    def __init__(self, oriented: list[_Oriented], axis: int, *, are_permuted: bool) -> None:
+    def __init__(self, oriented: list[_Oriented], axis: int) -> None:
         self.oriented = oriented
         self.axis = axis
-        self.are_permuted = are_permuted
+        self.are_permuted = True
         #: Ids of the parts that have a place.
         self.used: set[int] = set()
         lengths = sorted({len(part.sums) for part in oriented}, reverse=True)
@@ -224,33 +243,48 @@ class _Parts:
         self.tables = {
             n: standardised([part.sums for part in group], n) for n, group in self.groups.items()
         }
+        #: Masks of the parts whose rows may be permuted as for rotary embeddings.
+        self.turned = {
+            n: np.array([bool(o.part.is_rotary) and not o.is_trimmed for o in group])
+            for n, group in self.groups.items()
+        }
+
+    def begin(self, *, are_permuted: bool) -> None:
+        """Free all parts, and choose whether their rows may be permuted."""
+        self.used.clear()
+        self.are_permuted = are_permuted
 
     def at(self, sums: Array, place: int) -> JointPart | None:
         """Return the free part whose sums agree best with the sums from a place on, if any do."""
         best: JointPart | None = None
         for n, group in self.groups.items():
             required = next(score for fewest, score in _JOINED.items() if n >= fewest)
-            is_free = np.array([id(oriented.part) not in self.used for oriented in group])
-            if place + n > len(sums) or not is_free.any():
+            if place + n > len(sums):
+                continue
+            is_free = np.ones(len(group), np.bool_)
+            if self.used:
+                is_free[:] = [id(oriented.part) not in self.used for oriented in group]
+            if not is_free.any():
                 continue
             segment = standardised([sums[place : place + n]], n)[0]
-            # Permuting the part is the same as permuting its place inversely, which is cheaper.
-            steps: list[tuple[Step, ...]] = [()]
-            segments = segment[None]
-            if self.are_permuted:
-                steps += [(RopePermuted(self.axis, *key),) for key in rope_orders(n)]
-                segments = segment[inverse_orders(n)] if len(steps) > 1 else segments
-            scores = np.where(is_free[:, None], self.tables[n] @ segments.T, -1.0)
-            scores[[o.is_trimmed or not o.part.is_rotary for o in group], 1:] = -1.0
-            # Prefer the part without a permutation.
-            plain = float(scores[:, 0].max())
-            row, order = divmod(int(np.argmax(scores)), len(steps))
-            if plain >= SURE or plain > float(scores[row, order]) - _CLEARLY:
-                row, order = int(np.argmax(scores[:, 0])), 0
-            score = float(scores[row, order])
+            scores = np.where(is_free, self.tables[n] @ segment, -1.0)
+            row = int(np.argmax(scores))
+            steps: tuple[Step, ...] = ()
+            score = float(scores[row])
+            turned = np.flatnonzero(self.turned[n] & is_free)
+            is_permuted = self.are_permuted and score < SURE and len(turned)
+            if is_permuted and (orders := list(rope_orders(n))):
+                # Permuting the part is the same as permuting its place inversely, which is cheaper.
+                segments = segment[inverse_orders(n)[1:]]
+                of_orders = self.tables[n][turned] @ segments.T
+                position, order = divmod(int(np.argmax(of_orders)), len(orders))
+                # Prefer the part without a permutation.
+                if score <= float(of_orders[position, order]) - _CLEARLY:
+                    row, score = int(turned[position]), float(of_orders[position, order])
+                    steps = (RopePermuted(self.axis, *orders[order]),)
             if score >= required and (best is None or score > best.score + _CLEARLY):
                 part, _, own_steps, _ = group[row]
-                best = JointPart(part, place, place + n, (*own_steps, *steps[order]), score)
+                best = JointPart(part, place, place + n, (*own_steps, *steps), score)
         return best
 
     def gap(self, sums: Array, place: int) -> int:

@@ -238,6 +238,8 @@ class Rules:
             groups[shapes.get(b)].append((a, b))
         for group in groups.values():
             tested = [(a, b, self.support(a, b) > 1) for a, b in group[:_MOST_EXCHANGED]]
+            if all(is_supported for *_, is_supported in tested):
+                continue
             for (a, b, is_supported), (c, d, is_other_supported) in combinations(tested, 2):
                 if is_supported and is_other_supported:
                     continue

@@ -118,13 +118,13 @@ class Requantised(Quantised):
     def suspected(sample: SampledPairs, offset: float | None) -> Iterator[Requantised]:
         """Yield the quantisers that reproduce the whole sample."""
         stored = sample.blocks[1]
-        ends = ((),) if stored else _ENDS.get(sample.kinds[1], ())
+        ends = ((),) if stored else _ends(sample)
         if stored:
             names = [stored] if stored in OF_BLOCKS else []
         elif not ends or not len(sample.y):
             names = []
         else:
-            names = possible_quantisers(sample.y, ends[-1][-1])
+            names = possible_quantisers(sample.y, ends[-1][-1] if ends[-1] else "float32")
         if not names:
             return
         for name, change, after in product(names, _before_quantisers(sample, offset), ends):
@@ -222,6 +222,13 @@ def suspect_levels(sample: SampledPairs) -> tuple[float, Levelled] | None:
         if candidate is not None and (best is None or candidate[0] > best[0]):
             best = candidate[0], replace(candidate[1], backwards=backwards)
     return best
+
+
+def _ends(sample: SampledPairs) -> list[tuple[str, ...]]:
+    """Return the types that the numbers of `b` may have been rounded to after a quantiser."""
+    y = sample.y[:_IN_BLOCKS]
+    ends = _ENDS.get(sample.kinds[1], ())
+    return [types for types in ends if np.array_equal(Transform(types=types)(y), y)]
 
 
 def _before_quantisers(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import lru_cache
 from itertools import chain, permutations, product
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -92,10 +93,9 @@ def _along_axes(a: Sketched, b: Sketched, axes: Shape, *, has_heads: bool) -> St
     after: list[Step] = []
     total = weights = 0.0
     for axis, (n, m) in enumerate(sizes):
-        x, y = a.along[axes[axis]], b.along[axis]
-        if min(n, m) < 2 or x is None or y is None:
+        if min(n, m) < 2:
             continue
-        score, early, late = _along_axis(x, y, axis, has_heads=has_heads)
+        score, early, late = _along_axis(a, b, axes[axis], axis, has_heads=has_heads)
         if np.isnan(score):
             continue
         # Only one axis has heads.
@@ -114,9 +114,12 @@ def _along_axes(a: Sketched, b: Sketched, axes: Shape, *, has_heads: bool) -> St
 
 
 def _along_axis(
-    x: Array, y: Array, axis: int, *, has_heads: bool
+    a: Sketched, b: Sketched, axis_of_a: int, axis: int, *, has_heads: bool
 ) -> tuple[float, list[Step], list[Step]]:
     """Return the agreement of sums, and permutations before and after padding with zeros."""
+    x, y = a.along[axis_of_a], b.along[axis]
+    if x is None or y is None:
+        return float("nan"), [], []
     n, m = len(x), len(y)
     score = agreement(x, y[:n]) if n <= m else agreement(x[:m], y)
     if np.isnan(score):
@@ -131,10 +134,10 @@ def _along_axis(
         steps, score = permuted(np.pad(x, (0, m - n)), y, axis)
         if score > best[0]:
             return score, [], steps
-    if n == m and best[0] < SURE:
-        order = _order(x, y)
-        if order is not None and best[0] < _SHUFFLED:
-            return _SHUFFLED, [Permuted(axis, order)], []
+    if n == m and best[0] < _SHUFFLED and _FEWEST_ROWS <= n <= _MOST_ROWS:
+        first, second = a.ordered[axis_of_a], b.ordered[axis]
+        if first is not None and second is not None and agreement(first, second) >= _EQUAL:
+            return _SHUFFLED, [Permuted(axis, _order(x, y))], []
     if n < m and best[0] > 0:
         # The added sums should be zero.
         excess = float(np.abs(y[n:]).mean()) / max(float(np.abs(y[:n]).mean()), 1e-300)
@@ -142,13 +145,9 @@ def _along_axis(
     return best
 
 
-def _order(x: Array, y: Array) -> tuple[int, ...] | None:
-    """Return the order of the rows of `x` that makes the sums equal; None if no order does."""
-    if not _FEWEST_ROWS <= len(x) <= _MOST_ROWS:
-        return None
+def _order(x: Array, y: Array) -> tuple[int, ...]:
+    """Return the order of the rows of `x` in which their sums ascend with the sums of `y`."""
     first, second = np.argsort(x, kind="stable"), np.argsort(y, kind="stable")
-    if not agreement(x[first], y[second]) >= _EQUAL:
-        return None
     order = np.empty(len(x), np.int64)
     order[second] = first
     return tuple(order.tolist())
@@ -254,7 +253,7 @@ def _candidates(
     candidates: list[Candidate] = []
     if not is_extended:
         # Screening compares all pairs of tensors: leave out those with a single equal tensor.
-        groups = groups_of(sides, contents)
+        groups = groups_of(sides, attrgetter("content"))
         candidates += _likely((a[0], b[0]) for a, b in groups if len(a) == len(b) == 1)
         paired = {id(tensor) for candidate in candidates for tensor in candidate[:2]}
         sides = [[tensor for tensor in side if id(tensor) not in paired] for side in sides]
@@ -286,12 +285,6 @@ def _likely(pairs: Iterable[tuple[Sketched, Sketched]]) -> Iterator[Candidate]:
         best = next(iter(arrangements(a, b)), None)
         if best is not None and best.score >= ALIKE:
             yield Candidate(a, b, a.is_like(b), best)
-
-
-def contents(tensor: Sketched) -> Any:
-    """Return numbers that all tensors with equal elements in equal places share."""
-    totals = tuple(np.round(tensor.sketch.totals, 12).tolist())
-    return tensor.shape, tensor.sketch.low, tensor.sketch.high, totals
 
 
 def _screened(  # noqa: C901

@@ -194,16 +194,26 @@ class Sketched:
         axes = range(inner_sums.ndim)
         return [rows, *[inner_sums.sum(tuple([k for k in axes if k != axis])) for axis in axes]]
 
+    @cached_property
+    def ordered(self) -> list[Array | None]:
+        """The vectors `along` each axis, each in ascending order."""
+        return [None if sums is None else np.sort(sums) for sums in self.along]
+
+    @cached_property
+    def content(self) -> tuple[Any, ...]:
+        """Numbers that all tensors with equal elements in equal places share."""
+        totals = [round(total, 12) for total in self.sketch.totals.tolist()]
+        return self.shape, self.sketch.low, self.sketch.high, *totals
+
     def is_like(self, other: Sketched) -> bool:
         """Return whether both may have the same numbers, in any order: all totals match."""
         a, b = self.sketch, other.sketch
+        if self.size != other.size or a.low != b.low or a.high != b.high:
+            return False
+        (total, squares), (total_of_b, squares_of_b) = a.totals.tolist(), b.totals.tolist()
         return (
-            self.size == other.size
-            and a.low == b.low
-            and a.high == b.high
-            and bool(np.allclose(a.totals[1], b.totals[1], rtol=1e-9, atol=0))
-            and abs(a.totals[0] - b.totals[0]) <= 1e-9 * np.sqrt(a.totals[1] * self.size)
-        )
+            squares == squares_of_b or abs(squares - squares_of_b) <= 1e-9 * squares_of_b
+        ) and abs(total - total_of_b) <= 1e-9 * math.sqrt(squares * self.size)
 
 
 def groups_of(
