@@ -18,7 +18,7 @@ from xckpt.comparison.cells import (
     reduced_lengths,
 )
 from xckpt.comparison.classify import Places
-from xckpt.comparison.matching import matched
+from xckpt.comparison.match import matched
 from xckpt.comparison.measure import (
     MEASURES,
     PAIR_COLUMNS,

@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.comparison.arrangements import Cropped, Reshaped, arranged, undone
 from xckpt.comparison.division import divisions
-from xckpt.comparison.explaining.outcome import Explanation, both, quoted, related, unlike
+from xckpt.comparison.explaining.outcome import (
+    ALONE,
+    SIDES,
+    Explanation,
+    both,
+    quoted,
+    related,
+    unlike,
+)
 from xckpt.comparison.explaining.verification import Link, Side, examine_in_turn
-from xckpt.comparison.explaining.work import ALONE, SIDES
 from xckpt.comparison.layouts import Conversion, Layouts, Piece
 
 if TYPE_CHECKING:
@@ -23,8 +30,8 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.arrangements import Shape, Step
+    from xckpt.comparison.explaining.passes import Explanations, Work
     from xckpt.comparison.explaining.verification import Attempt
-    from xckpt.comparison.explaining.work import Explanations, Work
 
 # The most layouts to verify for a tensor.
 _MOST_TRIED = 12

@@ -22,16 +22,15 @@ from xckpt.comparison.arrangements import (
 )
 from xckpt.comparison.explaining.joints import Joint, JointPart, joints_between
 from xckpt.comparison.explaining.names import analogous, out_of_order, spelled
-from xckpt.comparison.explaining.outcome import Explanation, quoted, related, unlike
+from xckpt.comparison.explaining.outcome import ALONE, SIDES, Explanation, quoted, related, unlike
 from xckpt.comparison.explaining.sketches import groups_of
 from xckpt.comparison.explaining.verification import Link, Side, examine
-from xckpt.comparison.explaining.work import ALONE, SIDES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from xckpt.comparison.explaining.passes import Explanations, Work
     from xckpt.comparison.explaining.sketches import Sketched
-    from xckpt.comparison.explaining.work import Explanations, Work
 
 # Pairs of wholes and parts up to which the parts of every whole are searched, and wholes beyond it.
 _MOST_PAIRS, _MOST_SEARCHED = 50_000, 16

@@ -50,7 +50,10 @@ ADMITTED = frozenset(
     }
 )
 _ADMITTED_IF_KNOWN = frozenset({"offset", "scaled"})
-_ONE_SIDE = frozenset({"only_a", "only_b"})
+#: Statuses of tensors that only one side has, by side.
+ALONE = ("only_a", "only_b")
+#: Names of the sides in sentences.
+SIDES = ("a", "b")
 
 #: All causes; several are joined by "+", in this order.
 CAUSES = (
@@ -127,7 +130,7 @@ class Explanation:
     def outcome(self) -> Outcome:
         """Outcome of the tensor, from its causes."""
         causes = set(self.causes)
-        if causes & _ONE_SIDE:
+        if causes.intersection(ALONE):
             return "unmatched"
         if "unreadable" in causes:
             return "unreadable"

@@ -7,29 +7,197 @@ decides the outcome of each explanation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from xckpt.comparison.arrangements import arranged
+from xckpt.comparison.arrangements import (
+    Padded,
+    Transposed,
+    Truncated,
+    arranged,
+    part_of,
+    undone,
+)
 from xckpt.comparison.classify import unlike_siblings
 from xckpt.comparison.explaining.conversions import converted, partly_converted
-from xckpt.comparison.explaining.describing import described, misplaced, tied
 from xckpt.comparison.explaining.joining import joined
-from xckpt.comparison.explaining.outcome import Explanation, related, unreadable
-from xckpt.comparison.explaining.renaming import expected, renamed
-from xckpt.comparison.explaining.search import ALIKE, arrangements
-from xckpt.comparison.explaining.verification import Link, Side, examine, sides_after
-from xckpt.comparison.explaining.work import Work
+from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
+from xckpt.comparison.explaining.names import Rules, conventions, spelled
+from xckpt.comparison.explaining.outcome import (
+    ALONE,
+    Explanation,
+    both,
+    changed,
+    quoted,
+    related,
+    unlike,
+    unreadable,
+)
+from xckpt.comparison.explaining.search import ALIKE, StepChain, arrangements
+from xckpt.comparison.explaining.sketches import Sketched, sketched
+from xckpt.comparison.explaining.verification import (
+    Link,
+    Side,
+    examine,
+    examine_in_turn,
+    sides_after,
+)
 from xckpt.comparison.layouts import tiled
+from xckpt.comparison.match import by_content, by_names
+from xckpt.comparison.measure import Comparison
+from xckpt.comparison.pairs import pair_of
 from xckpt.progress import Progress
+from xckpt.scan.scanning import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from xckpt.arrays.streams import ChunkedZip, ElementStream, Zip
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.classify import Places
+    from xckpt.comparison.explaining.joints import Joint
     from xckpt.comparison.explaining.outcome import Case
-    from xckpt.comparison.explaining.work import Compare, Explanations
+    from xckpt.comparison.match import Candidate
     from xckpt.comparison.merges import Merges
     from xckpt.progress import ProgressOption
+
+    #: Compares pairs of tensors, and returns their measures.
+    Compare = Callable[[Sequence[Zip | ChunkedZip]], Sequence[Mapping[str, float]]]
+
+Explanations = dict[int, Explanation]
+
+#: Correlation from which on elements are in the same places, so that the search stops.
+ALIGNED = 0.9
+# The most arrangements to verify for a pair.
+_MOST_TRIED = 4
+# Smaller tensors may have the numbers of another tensor by chance.
+_SMALLEST = 8
+# The most tensors of one shape that are tested for equality with a tensor.
+_MOST_OWNERS = 8
+
+
+@dataclass
+class Work:
+    """The cases of a comparison and the results so far, keyed by the numbers of the cases."""
+
+    cases: Sequence[Case]
+    places: Places
+    compare: Compare
+    bar: Progress
+    explanations: Explanations = field(default_factory=dict)
+    #: Descriptions of changed tensors: relations that hold, but have causes that are not admitted.
+    descriptions: Explanations = field(default_factory=dict)
+    #: Links between the elements at the same positions of two tensors.
+    in_place: dict[int, Link] = field(default_factory=dict)
+    #: Sketches of the tensors of each side.
+    sketches: tuple[dict[int, Sketched], dict[int, Sketched]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    #: Joints that are explained, by the side of the whole.
+    joints: list[tuple[int, Joint]] = field(default_factory=list)
+    #: Explanations of known conversions of which some pieces differ.
+    partly_held: list[Explanations] = field(default_factory=list)
+
+    @property
+    def open(self) -> list[int]:
+        """Numbers of the cases that differ and have no explanation."""
+        return [
+            n for n, case in enumerate(self.cases) if case.status and n not in self.explanations
+        ]
+
+    def alone(self, side: int) -> list[int]:
+        """Return the numbers of the open cases that only one side has."""
+        return [n for n in self.open if self.cases[n].status == ALONE[side]]
+
+    def alone_of_sides(self) -> tuple[list[Sketched], list[Sketched]]:
+        """Return the sketches of the open tensors that only one side has, of each side."""
+        ours, theirs = (list(self.sketch(self.alone(side), side).values()) for side in (0, 1))
+        return ours, theirs
+
+    def is_aligned(self, n: int) -> bool:
+        """Return whether the elements of both tensors are in the same positions."""
+        link = self.in_place.get(n)
+        return link is not None and link.correlation >= ALIGNED
+
+    def sketch(self, numbers: Iterable[int], side: int) -> dict[int, Sketched]:
+        """Return the sketches of tensors of one side, after computing the missing ones."""
+        sketches = self.sketches[side]
+        matches = {n: self.cases[n].match for n in numbers}
+        sides = {n: match.theirs if side else match.ours for n, match in matches.items()}
+        readers = {n: reader for n, reader in sides.items() if reader is not None}
+        missing = {n: reader for n, reader in readers.items() if n not in sketches}
+        new = sketched(missing, self.bar)
+        for sketch in new.values():
+            sketch.is_rotary = self.places.is_rotary(side, sketch.name)
+        sketches |= new
+        return {n: sketches[n] for n in readers if n in sketches}
+
+    def sketch_pairs(self, numbers: Sequence[int]) -> dict[int, tuple[Sketched, Sketched]]:
+        """Return the sketches of both tensors of cases, without those that cannot be sketched."""
+        ours, theirs = (self.sketch(numbers, side) for side in (0, 1))
+        return {n: (ours[n], theirs[n]) for n in numbers if n in ours and n in theirs}
+
+    def link(self, a: Sketched, b: Sketched, steps: Sequence[Step]) -> Link:
+        """Return a link between two whole tensors, readable in the order of either."""
+        ours, theirs = a.reader, b.reader
+        orders = [sides_after(ours, theirs, steps)]
+        undone_view = undone(theirs.array, steps) if steps else None
+        if undone_view is not None:
+            orders.append((Side.whole(ours), Side.of(undone_view, theirs)))
+        elif steps and isinstance(steps[0], Transposed):
+            # Zeros were added before the axes were transposed.
+            turn = steps[0].inverse()
+            turned = arranged(ours.array, [*steps, turn]), arranged(theirs.array, [turn])
+            orders.append((Side(turned[0], ours), Side(turned[1], theirs)))
+        names = (a.name, b.name)
+        is_padded = any(isinstance(step, Padded) for step in steps)
+        return Link(names, orders, self.places.offset(names), is_padded)
+
+    def verify(self, tried: Sequence[tuple[int, tuple[Step, ...]]]) -> list[bool]:
+        """Return, for cases and steps, whether the steps relate all elements of the tensors."""
+        links: dict[int, Link] = {}
+        names = {case.match.name: case for case in self.cases if case.status == ALONE[1]}
+        for number, (n, steps) in enumerate(tried):
+            case = self.cases[n]
+            partner = names.get(next(iter(self.explanations[n].other_names), ""))
+            ours, theirs = case.match.ours, case.match.theirs
+            theirs = partner.match.theirs if theirs is None and partner is not None else theirs
+            if ours is None or theirs is None:
+                continue
+            order = sides_after(ours, theirs, steps)
+            if tuple(order[0].view.shape) == tuple(theirs.array.shape):
+                pair_names = ours.name, theirs.name
+                links[number] = Link(pair_names, [order], self.places.offset(pair_names))
+        examine(list(links.values()), self.bar, certain=True)
+        return [n in links and links[n].relation is not None for n in range(len(tried))]
+
+    def settled(self, explanations: Explanations) -> Explanations:
+        """Return the explanations, and store those that only describe a change for a later pass."""
+        for n, explanation in explanations.items():
+            if explanation.outcome != "explained":
+                self.descriptions.setdefault(n, explanation)
+        return {
+            n: explanation
+            for n, explanation in explanations.items()
+            if explanation.outcome == "explained"
+        }
+
+    def try_arrangements(
+        self, pairs: Sequence[tuple[Any, Sketched, Sketched, Sequence[StepChain]]]
+    ) -> dict[Any, tuple[Link, tuple[Step, ...]]]:
+        """Verify the arrangements of pairs, best first, until one holds.
+
+        Returns, by the key of each pair, a link and its steps. The link holds for all elements if
+        possible, else for most of them.
+        """
+        suggestions = {
+            key: [(a, b, chain.steps) for chain in untried[:_MOST_TRIED]]
+            for key, a, b, untried in pairs
+        }
+        attempts = examine_in_turn(suggestions, lambda tried: [self.link(*tried)], self.bar)
+        chosen = {key: attempts[key] for key in suggestions if key in attempts}
+        return {key: (tried.links[0], tried.suggestion[2]) for key, tried in chosen.items()}
 
 
 def explain(
@@ -125,6 +293,266 @@ def moved(work: Work) -> Explanations:
     })  # fmt: skip
 
 
+# --- tensors that only one side has --------------------------------------------------------------
+
+
+def renamed(work: Work) -> Explanations:
+    """Explain tensors of one side whose numbers have a name that only the other side has."""
+    return _of_content(work, by_content(*work.alone_of_sides()))
+
+
+def resized(work: Work) -> Explanations:
+    """Explain tensors of one side whose numbers are in a tensor of another name and size."""
+    return _of_content(work, by_content(*work.alone_of_sides(), are_resized=True))
+
+
+def _of_content(work: Work, candidates: Sequence[Candidate]) -> Explanations:
+    """Explain pairs of tensors with the same numbers, unless their names contradict."""
+    held = _equal(work, candidates)
+    attempts = work.try_arrangements([
+        (n, c.a, c.b, [chain for chain in arrangements(c.a, c.b) if chain.score >= ALIKE])
+        for n, c in enumerate(candidates)
+        if n not in held
+    ])  # fmt: skip
+    for n, (link, steps) in attempts.items():
+        if link.relation is not None:
+            held[n] = related(work.places, link, link.relation, steps)
+    pairs = [(candidates[n].a, candidates[n].b, held[n]) for n in sorted(held)]
+    broken = _broken(work, [(a, b) for a, b, _ in pairs])
+    explanations: Explanations = {}
+    for a, b, explanation in pairs:
+        if a.name in broken and not work.places.agree(a.name, b.name):
+            explanations |= _misplaced(a, b, broken[a.name])
+        else:
+            explanations |= work.settled(both(a, b, explanation))
+    return explanations
+
+
+def _equal(work: Work, candidates: Sequence[Candidate]) -> Explanations:
+    """Explain the candidates whose elements are all equal, by their positions in the list."""
+    pairs = {
+        n: pair_of(a.reader, b.reader, a.name)
+        for n, (a, b, is_exact, _, steps) in enumerate(candidates)
+        if is_exact and not steps
+    }
+    finish = lambda _, comparison: comparison  # noqa: E731
+    comparisons = gather(list(pairs.values()), Comparison, finish, work.bar)
+    return {
+        n: Explanation(("equal",), "all elements are equal", measures=tuple(comparison.row()))
+        for n, comparison in zip(pairs, comparisons, strict=True)
+        if comparison.equal == comparison.count
+    }
+
+
+def _broken(work: Work, pairs: Sequence[tuple[Sketched, Sketched]]) -> dict[str, str]:
+    """Return the expected names of the pairs that contradict the names of most pairs."""
+    rules = Rules([*_known_pairs(work), *((a.name, b.name) for a, b in pairs)])
+    shapes: dict[str, object] = {b.name: b.shape for _, b in pairs}
+    # Include explained tensors, whose names may still be the expected ones.
+    names_of_a, names_of_b = (
+        {case.match.name for case in work.cases if case.status == status} for status in ALONE
+    )
+    keeps_numbers = any(
+        spelled(case.match.name).numbers
+        for case in work.cases
+        if case.match.theirs is not None and case.match.ours is not None and not case.other_name
+    )
+    names = [[tensor.name for tensor in side] for side in work.alone_of_sides()]
+    return rules.broken(
+        names_of_a, names_of_b, shapes, conventions(*names), keeps_numbers=keeps_numbers
+    )
+
+
+def _known_pairs(work: Work) -> list[tuple[str, str]]:
+    """Return the names in `a` and `b` of explained pairs whose names differ."""
+    pairs = []
+    for n, explanation in work.explanations.items():
+        case = work.cases[n]
+        is_renamed = "renamed" in explanation.causes and len(explanation.other_names) == 1
+        if explanation.outcome == "explained" and case.status == "only_a" and is_renamed:
+            pairs.append((case.match.name, explanation.other_names[0]))
+        elif explanation.outcome == "explained" and case.other_name:
+            pairs.append((case.match.name, case.other_name))
+    return pairs
+
+
+def _misplaced(a: Sketched, b: Sketched, name: str) -> Explanations:
+    reason = f"where its siblings lead to expect {quoted([name])}" if name else "another role"
+    texts = (
+        f"its numbers are those of {quoted([b.name])} of b, {reason}",
+        f"its numbers are those of {quoted([a.name])} of a, which its name does not lead to expect",
+    )
+    return {
+        tensor.number: Explanation(("misplaced",), text, holds=False, other_names=(partner.name,))
+        for tensor, partner, text in ((a, b, texts[0]), (b, a, texts[1]))
+    }
+
+
+def expected(work: Work) -> Explanations:
+    """Explain tensors of one side by the partner that other renamed tensors suggest."""
+    pairs = by_names(*work.alone_of_sides(), work.places, _known_pairs(work))
+    described = work.descriptions.keys()
+    pairs = [(a, b) for a, b in pairs if not {a.number, b.number} & described]
+    results = work.try_arrangements([(n, a, b, _ways(a, b)) for n, (a, b) in enumerate(pairs)])
+    explanations: Explanations = {}
+    failed: list[tuple[Sketched, Sketched, Link, tuple[Step, ...]]] = []
+    for n, (a, b) in enumerate(pairs):
+        if n not in results:
+            explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+            continue
+        link, steps = results[n]
+        if link.relation is None:
+            failed.append((a, b, link, steps))
+        else:
+            explanations |= both(a, b, related(work.places, link, link.relation, steps))
+    return work.settled(explanations) | _changed(work, failed)
+
+
+def _ways(a: Sketched, b: Sketched) -> list[StepChain]:
+    """Return the arrangements to try for a pair that belongs together by name, identity first."""
+    likely = [chain for chain in arrangements(a, b) if not chain.is_cut]
+    if a.shape == b.shape:
+        return [StepChain(1.0, ()), *[chain for chain in likely if chain.steps]]
+    return likely
+
+
+def _changed(
+    work: Work, failed: Sequence[tuple[Sketched, Sketched, Link, tuple[Step, ...]]]
+) -> Explanations:
+    """Describe pairs that belong together, and whose numbers differ."""
+    explanations: Explanations = {}
+    for a, b, *_ in failed:
+        explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+    same = [entry for entry in failed if entry[0].shape == entry[1].shape]
+    near = {
+        n: (a.reader, b.reader)
+        for n, (a, b, link, steps) in enumerate(same)
+        if link.likely is None and not steps and link.correlation >= NEAR
+    }
+    low = low_ranks(near, work.bar)
+    pairs = [pair_of(a.reader, b.reader, a.name) for a, b, *_ in same]
+    for n, (entry, measures) in enumerate(zip(same, work.compare(pairs), strict=True)):
+        a, b, link, steps = entry
+        explanation = low.get(n, changed(measures))
+        if link.likely is not None:
+            explanation = Explanation(("changed",), unlike(link, steps), holds=False)
+        explanations |= both(a, b, explanation)
+    return explanations
+
+
+# --- faults and descriptions ----------------------------------------------------------------------
+
+
+def misplaced(work: Work) -> Explanations:
+    """Find tensors whose numbers are under another name that both sides have."""
+    numbers = [n for n in work.open if not work.is_aligned(n)]
+    sides = [list(work.sketch(numbers, side).values()) for side in (0, 1)]
+    candidates = [
+        candidate
+        for candidate in by_content(*sides)
+        if candidate.a.number != candidate.b.number and candidate.a.size >= _SMALLEST
+    ]
+    pairs = [(n, c.a, c.b, [StepChain(c.score, c.steps)]) for n, c in enumerate(candidates)]
+    explanations: Explanations = {}
+    for n, (link, steps) in work.try_arrangements(pairs).items():
+        if link.relation is None:
+            continue
+        done = related(work.places, link, link.relation, steps)
+        if done.outcome != "explained":
+            continue
+        detail = "" if done.causes == ("equal",) else f" ({done.text})"
+        # The tensor of `a` takes precedence where a case has two tensors.
+        for tensor, owner, side in ((candidates[n].a, candidates[n].b, "b"),
+                                  (candidates[n].b, candidates[n].a, "a")):  # fmt: skip
+            status = work.cases[tensor.number].status
+            text = f"its numbers are those of {quoted([owner.name])} of {side}{detail}"
+            explanation = Explanation(("misplaced",), text, holds=False, other_names=(owner.name,))
+            if status in ALONE:
+                explanation = Explanation((status,), text, holds=False)
+            if side == "b":
+                explanations[tensor.number] = explanation
+            else:
+                explanations.setdefault(tensor.number, explanation)
+    return explanations
+
+
+def described(work: Work) -> Explanations:
+    """Describe changed tensors by a likely cause, or by the size of the difference."""
+    explanations = {n: work.descriptions[n] for n in work.open if n in work.descriptions}
+    unexplained = [
+        n for n in work.open if n not in explanations and work.cases[n].status not in ALONE
+    ]
+    near: dict[int, tuple[ElementStream, ElementStream]] = {}
+    for n in unexplained:
+        link, pair = work.in_place.get(n), work.cases[n].match.both
+        if link is not None and link.likely is not None:
+            explanations[n] = Explanation(("changed",), unlike(link), holds=False)
+        elif pair is not None and (link is None or link.correlation >= NEAR):
+            near[n] = pair
+    explanations |= low_ranks(near, work.bar)
+    explanations |= _extended(work, [n for n in unexplained if n not in explanations])
+    for n in unexplained:
+        case = work.cases[n]
+        explanations.setdefault(n, changed(case.measures, case.match.shapes))
+    return explanations
+
+
+def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
+    """Describe pairs in which one tensor is the beginning of the other."""
+    numbers = [n for n in numbers if work.cases[n].status == "shape"]
+    links: list[tuple[int, Link, tuple[Step, ...]]] = []
+    for n, (a, b) in work.sketch_pairs(numbers).items():
+        best = next(iter(arrangements(a, b)), None)
+        if best is None or best.score < ALIKE:
+            continue
+        for position, step in enumerate(best.steps):
+            if isinstance(step, Truncated):
+                links.append((n, work.link(a, b, best.steps), best.steps))
+            elif isinstance(step, Padded):
+                view = arranged(a.reader.array, best.steps[:position])
+                place = part_of(b.reader.array, (0,) * len(b.shape), tuple(view.shape))
+                order = (Side.of(view, a.reader), Side(place, b.reader))
+                added = replace(step, is_zero=False)
+                links.append((n, Link((a.name, b.name), [order]), (*best.steps[:position], added)))
+    examine([link for _, link, _ in links], work.bar)
+    return {
+        n: replace(related(work.places, link, link.relation, steps), holds=False)
+        for n, link, steps in links
+        if link.relation is not None
+    }
+
+
+def tied(work: Work) -> Explanations:
+    """Describe tensors that only one side has: copies of another of its tensors, or unmatched."""
+    owners: dict[Any, list[ElementStream]] = defaultdict(list)
+    unmatched = [n for n in work.open if work.cases[n].status in ALONE]
+    for n in set(range(len(work.cases))).difference(unmatched):
+        for side, reader in zip(ALONE, work.cases[n].match[1:3], strict=True):
+            if reader is not None and reader.size > 1:
+                owners[side, reader.array.shape].append(reader)
+    links: list[tuple[int, str, Link]] = []
+    for n in unmatched:
+        reader = work.cases[n].alone
+        candidates = owners[work.cases[n].status, reader.array.shape] if reader is not None else []
+        for owner in candidates if len(candidates) <= _MOST_OWNERS else []:
+            if reader is not None:
+                order = (Side.whole(owner), Side.whole(reader))
+                links.append((n, owner.name, Link((owner.name, reader.name), [order])))
+    examine([link for *_, link in links], work.bar, certain=True)
+    names = {
+        n: name
+        for n, name, link in links
+        if link.relation is not None and not link.relation.causes and not link.is_constant
+    }
+    explanations: Explanations = {}
+    for n in unmatched:
+        status, text = work.cases[n].status, "no tensor with these numbers was found"
+        if n in names:
+            text = f"its numbers are those of {quoted([names[n]])} of {status[-1]}"
+        explanations[n] = Explanation((status,), text, holds=False)
+    return explanations
+
+
 #: All passes, in order.
 PASSES: tuple[Callable[[Work], Explanations], ...] = (
     unread,
@@ -134,9 +562,10 @@ PASSES: tuple[Callable[[Work], Explanations], ...] = (
     converted,
     moved,
     # tensors that only one side has
+    renamed,
     joined,
     partly_converted,
-    renamed,
+    resized,
     expected,
     # faults, and descriptions of unexplained tensors
     misplaced,

@@ -6,11 +6,9 @@ arrangements. `verification` tests the suggestions.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import lru_cache
-from itertools import chain, permutations, product
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import permutations
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,11 +19,9 @@ from xckpt.comparison.arrangements import (
     Transposed,
     Truncated,
 )
-from xckpt.comparison.explaining.names import likeness
-from xckpt.comparison.explaining.sketches import groups_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.sketches import Sketched
@@ -72,15 +68,17 @@ def arrangements(a: Sketched, b: Sketched) -> list[StepChain]:
 
     Rows are permuted as for rotary embeddings only in queries and keys.
     """
-    likely = []
-    if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
-        has_heads = are_rotary(a.is_rotary, b.is_rotary)
-        chains = (
-            _along_axes(a, b, axes, has_heads=has_heads)
-            for axes in permutations(range(len(a.shape)))
-        )
-        likely = [chain for chain in chains if chain is not None]
-    return sorted(likely, key=lambda chain: -chain.score)
+    if id(b) not in a.arrangements:
+        likely = []
+        if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
+            has_heads = are_rotary(a.is_rotary, b.is_rotary)
+            chains = (
+                _along_axes(a, b, axes, has_heads=has_heads)
+                for axes in permutations(range(len(a.shape)))
+            )
+            likely = [chain for chain in chains if chain is not None]
+        a.arrangements[id(b)] = sorted(likely, key=lambda chain: -chain.score)
+    return a.arrangements[id(b)]
 
 
 def _along_axes(a: Sketched, b: Sketched, axes: Shape, *, has_heads: bool) -> StepChain | None:
@@ -200,134 +198,6 @@ def rope_orders(length: int) -> Mapping[tuple[int, bool], Array]:
         for is_undone in (False, True)
         if not is_undone or size > _SMALLEST_HEAD
     }
-
-
-# --- partners -------------------------------------------------------------------------------------
-
-
-class Candidate(NamedTuple):
-    """Two tensors that may have the same numbers."""
-
-    a: Sketched
-    b: Sketched
-    #: Whether all totals are equal, which excludes rounding.
-    is_exact: bool
-    arrangement: StepChain
-
-
-def partners(
-    ours: Sequence[Sketched], theirs: Sequence[Sketched], *, extended: bool = True
-) -> list[Candidate]:
-    """Pair tensors of two sides by their numbers, regardless of names; no tensor has two partners.
-
-    With `extended`, padded and cut tensors are paired too, after tensors of equal size.
-    """
-    candidates = _paired(_candidates(ours, theirs, is_extended=False))
-    if extended:
-        used = {id(side) for candidate in candidates for side in candidate[:2]}
-        unmatched = [[t for t in side if id(t) not in used] for side in (ours, theirs)]
-        candidates += _paired(_candidates(*unmatched, is_extended=True))
-    return candidates
-
-
-def _paired(candidates: list[Candidate]) -> list[Candidate]:
-    """Choose the best candidates; names decide between tensors with equal numbers."""
-
-    def rank(candidate: Candidate) -> tuple[bool, float, int]:
-        likely = likeness(candidate.a.name, candidate.b.name)
-        return candidate.is_exact, round(candidate.arrangement.score, 2), likely
-
-    used: set[int] = set()
-    chosen = []
-    for candidate in sorted(candidates, key=rank, reverse=True):
-        if id(candidate.a) not in used and id(candidate.b) not in used:
-            used |= {id(candidate.a), id(candidate.b)}
-            chosen.append(candidate)
-    return chosen
-
-
-def _candidates(
-    ours: Sequence[Sketched], theirs: Sequence[Sketched], *, is_extended: bool
-) -> list[Candidate]:
-    sides = [[t for t in s if not t.is_constant and t.size >= _FEWEST] for s in (ours, theirs)]
-    candidates: list[Candidate] = []
-    if not is_extended:
-        # Screening compares all pairs of tensors: leave out those with a single equal tensor.
-        groups = groups_of(sides, attrgetter("content"))
-        candidates += _likely((a[0], b[0]) for a, b in groups if len(a) == len(b) == 1)
-        paired = {id(tensor) for candidate in candidates for tensor in candidate[:2]}
-        sides = [[tensor for tensor in side if id(tensor) not in paired] for side in sides]
-    by_shape: tuple[dict[Shape, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
-    for side, tensors_of_shape in zip(sides, by_shape, strict=True):
-        for tensor in side:
-            tensors_of_shape[tensor.shape].append(tensor)
-    kinds: tuple[dict[Shape, list[Shape]], ...] = (defaultdict(list), defaultdict(list))
-    for shapes_of_kind, group in zip(kinds, by_shape, strict=True):
-        for shape in group:
-            shapes_of_kind[(len(shape),) if is_extended else tuple(sorted(shape))].append(shape)
-    for shape, shape_of_b in chain.from_iterable(
-        product(shapes, kinds[1].get(kind, ())) for kind, shapes in kinds[0].items()
-    ):
-        ours_of_shape, theirs_of_shape = by_shape[0][shape], by_shape[1][shape_of_b]
-        is_permuted = sorted(shape) == sorted(shape_of_b)
-        if len(shape) != len(shape_of_b) or is_permuted == is_extended:
-            continue
-        sizes = list(zip(sorted(shape), sorted(shape_of_b), strict=True))
-        if not (all(n <= m for n, m in sizes) or all(n >= m for n, m in sizes)):
-            continue  # neither shape fits into the other, in any order of the axes
-        candidates += _likely(_screened(ours_of_shape, theirs_of_shape, is_extended=is_extended))
-    return candidates
-
-
-def _likely(pairs: Iterable[tuple[Sketched, Sketched]]) -> Iterator[Candidate]:
-    """Yield the pairs of tensors whose sums agree in some arrangement."""
-    for a, b in pairs:
-        best = next(iter(arrangements(a, b)), None)
-        if best is not None and best.score >= ALIKE:
-            yield Candidate(a, b, a.is_like(b), best)
-
-
-def _screened(  # noqa: C901
-    ours: list[Sketched], theirs: list[Sketched], *, is_extended: bool
-) -> Iterator[tuple[Sketched, Sketched]]:
-    """Yield pairs whose sums along some axis agree in order."""
-    first, second = ours[0].shape, theirs[0].shape
-    if len(ours) * len(theirs) > _MOST_PAIRS and not is_extended:
-        yield from _nearest(ours, theirs)
-        return
-    scores = np.full((len(ours), len(theirs)), -1.0)
-    for n, m in ((n, m) for n in range(len(first)) for m in range(len(second))):
-        sizes = first[n], second[m]
-        if (sizes[0] != sizes[1] and not is_extended) or min(sizes) < _FEWEST:
-            continue
-        length = min(*sizes, _SCREENED)
-        x, y = (standardised([t.along[k] for t in side], length)
-                for side, k in ((ours, n), (theirs, m)))  # fmt: skip
-        scores = np.maximum(scores, x @ y.T)
-        if len(first) == 1:
-            x = standardised([t.along[0] for t in ours], min(sizes))
-            y = standardised([t.along[0] for t in theirs], min(sizes))
-            for order in rope_orders(min(sizes)).values():
-                scores = np.maximum(scores, x[:, order] @ y.T)
-    for row, a in enumerate(ours):
-        # Keep several candidates, because equal tensors are indistinguishable here.
-        for at in np.argsort(-scores[row], kind="stable")[:_CLOSER].tolist():
-            if scores[row, at] >= ALIKE:
-                yield a, theirs[at]
-    for column, b in enumerate(theirs):
-        at = int(np.argmax(scores[:, column]))
-        if scores[at, column] >= ALIKE:
-            yield ours[at], b
-
-
-def _nearest(ours: list[Sketched], theirs: list[Sketched]) -> Iterator[tuple[Sketched, Sketched]]:
-    """Yield pairs with similar sums of squares, which rounding and permutations hardly change."""
-    ordered = sorted(theirs, key=lambda tensor: float(tensor.sketch.totals[1]))
-    squares = np.array([tensor.sketch.totals[1] for tensor in ordered])
-    for a in ours:
-        place = int(np.searchsorted(squares, a.sketch.totals[1]))
-        for b in ordered[max(0, place - _CLOSER) : place + _CLOSER]:
-            yield a, b
 
 
 def standardised(vectors: Sequence[Array | None], length: int) -> Array:

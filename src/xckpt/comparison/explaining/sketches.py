@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from xckpt.arrays.streams import ElementStream
+    from xckpt.comparison.explaining.search import StepChain
     from xckpt.progress import Progress
     from xckpt.typing import Array
 
@@ -172,6 +173,8 @@ class Sketched:
         self.rows = sketch.rows
         #: Sums of the columns of the matrix, or None.
         self.columns = sketch.columns
+        #: The arrangements to other tensors that were searched, by their ids.
+        self.arrangements: dict[int, list[StepChain]] = {}
 
     @cached_property
     def is_constant(self) -> bool:

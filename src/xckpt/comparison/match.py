@@ -1,0 +1,510 @@
+"""Pairs of tensors of two checkpoints, by one list of rules.
+
+A rule pairs tensors that no earlier rule has paired. Content comes first, because a conversion
+keeps the numbers, and names can mislead; names decide about rounded tensors, copies and constants,
+such as the norms of an untrained model. Pairs whose numbers are equal, but which contradict the
+names of most pairs (`Rules.broken`), are misplaced tensors.
+
+`matched` reads the numbers once for ``names="auto"``. `explain` applies `by_content` and then
+`by_names` to tensors without a namesake, and verifies their pairs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain, product
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from xckpt.comparison.arrangements import Transposed
+from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions, likeness
+from xckpt.comparison.explaining.search import (
+    ALIKE,
+    are_rotary,
+    arrangements,
+    rope_orders,
+    standardised,
+)
+from xckpt.comparison.explaining.sketches import groups_of, sketched
+from xckpt.comparison.pairs import Match, Partner, pair_of
+from xckpt.errors import shown
+from xckpt.index import paused_collector
+from xckpt.labels.conventions import match_names
+from xckpt.labels.filters import select
+from xckpt.labels.renaming import new_names
+from xckpt.progress import Progress
+from xckpt.scan.entries import Described
+from xckpt.statistics.tables import TIED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from xckpt.arrays.streams import ElementStream
+    from xckpt.comparison.arrangements import Step
+    from xckpt.comparison.classify import Places
+    from xckpt.comparison.explaining.sketches import Sketched
+    from xckpt.labels import TensorFilter
+    from xckpt.labels.renaming import Renaming
+    from xckpt.progress import ProgressOption
+
+Shape = tuple[int, ...]
+_Pair = tuple["Sketched", "Sketched"]
+_Shapes = dict[Shape, list["Sketched"]]
+
+# The least agreement of sums after quantisation to few bits.
+_ALIKE = 0.8
+# The least agreement of the sums of tensors that were renamed and then changed.
+_NEAR = 0.9
+_SAME, _NEARLY = 1 - 1e-9, 1e-9
+# The most sums per axis in the screening of all pairs of tensors.
+_SCREENED = 512
+# The most candidates per tensor that pass the screening.
+_CLOSER = 6
+# The most pairs of tensors of one shape that are screened together.
+_MOST_PAIRS = 1 << 20
+_FEWEST = 3
+
+
+def matched(
+    entries: Sequence[Described],
+    entries_of_b: Sequence[Described],
+    names: Renaming | Literal["auto"] | None,
+    tensors: TensorFilter | None,
+    *,
+    progress: ProgressOption,
+    attrs: Sequence[Mapping[Any, Any]],
+    places: Places,
+) -> tuple[list[Described], list[list[Match]], ProgressOption]:
+    """Pair the tensors of all variables; `attrs` of both sides may name tied tensors.
+
+    Returns the variables of the result, the matches of each, and the progress option for the
+    comparison, which continues the count of bytes.
+    """
+    if isinstance(names, str) and names == "auto":
+        ours, theirs = (
+            {reader.name: reader for entry in side for reader in entry.readers}
+            for side in (entries, entries_of_b)
+        )
+        chosen = set(select(ours, tensors))
+        candidates = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
+        with Progress(progress, "matching") as bar:
+            partners = _partners({n: ours[n] for n in ours if n in chosen}, candidates, places, bar)
+        if callable(progress):
+            call = progress  # continue after the bytes that matching has read
+            progress = lambda done, total: call(bar.done + done, bar.done + total)  # noqa: E731
+    else:
+        new = new_names([reader.name for entry in entries for reader in entry.readers], names)
+        partners = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
+    with paused_collector():
+        sides = [
+            {reader.name for entry in side for reader in entry.readers}
+            for side in (entries, entries_of_b)
+        ]
+        only_a = [n for n in sides[0] if n not in partners or partners[n].name not in sides[1]]
+        partners |= _tied(only_a, sides[1], attrs[1])
+        only_b = sides[1].difference(partner.name for partner in partners.values())
+        owners = _tied(only_b, sides[0], attrs[0])
+        return *_rows_of(entries, entries_of_b, partners, owners, tensors), progress
+
+
+def _tied(
+    missing: Iterable[str], present: Collection[str], attrs: Mapping[Any, Any]
+) -> dict[str, Partner]:
+    """Pair tensors that a file lacks with those that it states to be the same.
+
+    `safetensors.torch.save_model` writes one of several tied tensors, and the names of the others
+    into the metadata: ``{"lm_head.weight": "wte.weight"}``.
+    """
+    owners = {name: attrs.get(name) for name in missing}
+    return {
+        name: Partner(owner, TIED)
+        for name, owner in owners.items()
+        if isinstance(owner, str) and owner in present
+    }
+
+
+def _rows_of(
+    entries: Sequence[Described],
+    entries_of_b: Sequence[Described],
+    partners: Mapping[str, Partner],
+    owners: Mapping[str, Partner],  # in `a`, of tensors that only `b` has
+    tensors: TensorFilter | None,
+) -> tuple[list[Described], list[list[Match]]]:
+    """Return the variables to compare and their matches; tensors only in `b` come last."""
+    theirs: dict[str, ElementStream] = {}
+    for reader in (reader for entry in entries_of_b for reader in entry.readers):
+        if theirs.setdefault(reader.name, reader) is not reader:
+            raise ValueError(f"two tensors of b are called {shown(reader.name)}")
+    ours = {reader.name: reader for entry in entries for reader in entry.readers}
+    chosen = set(select([*ours, *theirs], tensors))
+
+    def match(reader: ElementStream) -> Match:
+        if reader.name not in chosen:
+            return Match(reader.name)
+        partner = partners.get(reader.name)
+        counterpart = theirs.get(partner.name) if partner else None
+        if counterpart is None:
+            return Match(reader.name, reader)
+        return pair(reader.name, reader, counterpart, partner)
+
+    def pair(
+        name: str, reader: ElementStream, counterpart: ElementStream, partner: Partner | None
+    ) -> Match:
+        is_readable = reader.problem is None and counterpart.problem is None
+        is_pair = is_readable and reader.array.shape == counterpart.array.shape
+        both = pair_of(reader, counterpart, name) if is_pair else None
+        return Match(name, reader, counterpart, partner, both)
+
+    paired = {partners[name].name for name in ours if name in partners}
+    variables = [
+        entry for entry in entries if any(reader.name in chosen for reader in entry.readers)
+    ]
+    rows = [[match(reader) for reader in entry.readers] for entry in variables]
+    variable_names = {entry.name for entry in variables}
+    for name, reader in theirs.items():
+        if name not in paired and name in chosen:
+            variable_name = name
+            while variable_name in variable_names:
+                variable_name += " (b)"
+            variable_names.add(variable_name)
+            encoding = {"tensor": name}
+            variables.append(Described(variable_name, (), (), (reader,), encoding))
+            owner = owners.get(name)
+            alone = Match(name, theirs=reader)
+            rows.append([alone if owner is None else pair(name, ours[owner.name], reader, owner)])
+    shown_rows = [
+        (variable, matches)
+        for variable, matches in zip(variables, rows, strict=True)
+        if not all(match.is_beyond for match in matches)
+    ]
+    return [variable for variable, _ in shown_rows], [matches for _, matches in shown_rows]
+
+
+# --- by names and content ------------------------------------------------------------------------
+
+
+def _partners(
+    ours: Mapping[str, ElementStream],
+    theirs: Mapping[str, ElementStream],
+    places: Places,
+    progress: Progress,
+) -> dict[str, Partner]:
+    """Pair tensors of two sides, after reading the numbers of tensors without a namesake."""
+    pairs = {name: Partner(name, "name") for name in ours if name in theirs}
+    free_a, free_b = (
+        {name: reader for name, reader in side.items() if name not in pairs}
+        for side in (ours, theirs)
+    )
+    sketches = _sketched((free_a, free_b), places, progress)
+
+    def unmatched() -> list[list[Sketched]]:
+        """Return the sketches of unmatched tensors."""
+        sketches_of_sides = (map(sketches.get, map(id, s.values())) for s in (free_a, free_b))
+        return [list(filter(None, side)) for side in sketches_of_sides]
+
+    def take(partners: Iterable[tuple[str, Partner]]) -> None:
+        for name, partner in partners:
+            if name in free_a and partner.name in free_b:
+                pairs[name] = partner
+                del free_a[name], free_b[partner.name]
+
+    shapes: dict[str, object] = {r.name: r.array.shape for r in free_b.values()}
+    usual = conventions(free_a, free_b)
+
+    def unbroken(partners: dict[str, Partner]) -> Iterator[tuple[str, Partner]]:
+        """Yield the pairs that the names of most pairs do not contradict."""
+        renamed = [*_renamed(pairs), *((name, partner.name) for name, partner in partners.items())]
+        broken = Rules(renamed).broken(free_a, free_b, shapes, usual)
+        for name, partner in partners.items():
+            if name not in broken or places.agree(name, partner.name):
+                yield name, partner
+
+    take(unbroken(_same_values(unmatched())))
+    take(
+        (name, Partner(name_of_b, rule))
+        for name, name_of_b, rule in match_names(free_a, free_b)
+        if rule == "prefix" or not _is_part(ours[name], theirs[name_of_b])
+    )
+    # Constants and copies, whose values alone are ambiguous.
+    copies = _equal_sets(unmatched(), Rules(_renamed(pairs)), frozenset(free_b))
+    take((a.name, Partner(b.name, "values")) for a, b in copies)
+    likely = [c for c in by_content(*unmatched()) if c.score >= _ALIKE and not c.is_exact]
+    take(unbroken({c.a.name: Partner(c.b.name, "alike") for c in likely}))
+    return pairs
+
+
+def _sketched(
+    sides: Sequence[Mapping[str, ElementStream]], places: Places, progress: Progress
+) -> dict[int, Sketched]:
+    """Sketch the tensors whose number of elements occurs on both sides, by the ids of readers."""
+    readable = [[r for r in side.values() if r.problem is None] for side in sides]
+    sizes = set.intersection(*({reader.size for reader in side} for side in readable))
+    readers = {id(reader): reader for side in readable for reader in side if reader.size in sizes}
+    sketches = sketched(readers, progress)
+    for number, side in enumerate(readable):
+        for reader in side:
+            if id(reader) in sketches:
+                sketches[id(reader)].is_rotary = places.is_rotary(number, reader.name)
+    return sketches
+
+
+def _is_part(ours: ElementStream, theirs: ElementStream) -> bool:
+    """Return whether one tensor may be a part of the other, from their sizes."""
+    small, large = sorted([ours.size, theirs.size])
+    return large >= 2 * small and small != large and ours.problem is theirs.problem is None
+
+
+def _renamed(pairs: Mapping[str, Partner]) -> list[tuple[str, str]]:
+    """Return the names of matching tensors that differ."""
+    return [(name, partner.name) for name, partner in pairs.items() if partner.name != name]
+
+
+def _same_values(sides: Sequence[Sequence[Sketched]]) -> dict[str, Partner]:
+    """Pair tensors with the same numbers, if each side has them once, by their names in `a`."""
+    groups = chain.from_iterable(groups_of(sides, attrgetter("content")))
+    copies = {id(tensor) for group in groups if len(group) > 1 for tensor in group}
+    pairs = {}
+    for candidate in by_content(*sides):
+        if candidate.is_exact and not {id(candidate.a), id(candidate.b)} & copies:
+            rule, steps = _rule_of(candidate), candidate.steps
+            is_known = rule == "transposed" and all(isinstance(s, Transposed) for s in steps)
+            pairs[candidate.a.name] = Partner(candidate.b.name, rule, steps if is_known else ())
+    return pairs | _same_elements(sides, {*pairs, *(partner.name for partner in pairs.values())})
+
+
+def _rule_of(candidate: Candidate) -> str:
+    """Return the name of the rule that pairs two tensors with the same numbers."""
+    causes = [step.cause for step in candidate.steps]
+    if candidate.score < _SAME:
+        is_rows = candidate.b.shape in {candidate.a.shape, candidate.a.shape[::-1]}
+        return "rows" if is_rows else "elements"
+    return "rows" if "rope_permuted" in causes else "transposed" if causes else "values"
+
+
+def _same_elements(sides: Sequence[Sequence[Sketched]], paired: set[str]) -> dict[str, Partner]:
+    """Pair tensors with the same numbers in any order, if no other tensor has them."""
+    unpaired = ([t for t in side if not t.is_constant and t.name not in paired] for side in sides)
+    groups = groups_of(unpaired, lambda t: (t.size, t.sketch.low, t.sketch.high))
+    return {
+        a[0].name: Partner(b[0].name, _rule_of_elements(a[0], b[0]))
+        for a, b in groups
+        if len(a) == len(b) == 1 and a[0].is_like(b[0])
+    }
+
+
+def _rule_of_elements(a: Sketched, b: Sketched) -> str:
+    """Return the name of the rule for equal numbers in another order: rows or elements."""
+    for x in (a.rows, a.columns):
+        for y in (b.rows, b.columns):
+            if x is not None and y is not None and len(x) == len(y) > 1 and len(a.shape) > 1:
+                scale = float(np.abs(x).max()) or 1.0
+                if np.abs(np.sort(x) - np.sort(y)).max() <= _NEARLY * scale:
+                    return "rows"
+    return "elements"
+
+
+# --- by content ----------------------------------------------------------------------------------
+
+
+class Candidate(NamedTuple):
+    """Two tensors that may have the same numbers."""
+
+    a: Sketched
+    b: Sketched
+    #: Whether all totals are equal, which excludes rounding.
+    is_exact: bool
+    #: The agreement of their sums after steps.
+    score: float
+    steps: tuple[Step, ...]
+
+
+def by_content(
+    ours: Sequence[Sketched], theirs: Sequence[Sketched], *, are_resized: bool = False
+) -> list[Candidate]:
+    """Pair tensors of two sides by their numbers, regardless of names; no tensor has two partners.
+
+    With `are_resized`, one tensor of each pair has the numbers of the other one and more.
+    """
+    return _paired(_candidates(ours, theirs, is_extended=are_resized))
+
+
+def _paired(candidates: list[Candidate]) -> list[Candidate]:
+    """Choose the best candidates; names decide between tensors with equal numbers."""
+
+    def rank(candidate: Candidate) -> tuple[bool, float, int]:
+        likely = likeness(candidate.a.name, candidate.b.name)
+        return candidate.is_exact, round(candidate.score, 2), likely
+
+    used: set[int] = set()
+    chosen = []
+    for candidate in sorted(candidates, key=rank, reverse=True):
+        if id(candidate.a) not in used and id(candidate.b) not in used:
+            used |= {id(candidate.a), id(candidate.b)}
+            chosen.append(candidate)
+    return chosen
+
+
+def _candidates(
+    ours: Sequence[Sketched], theirs: Sequence[Sketched], *, is_extended: bool
+) -> list[Candidate]:
+    sides = [[t for t in s if not t.is_constant and t.size >= _FEWEST] for s in (ours, theirs)]
+    candidates: list[Candidate] = []
+    if not is_extended:
+        # Screening compares all pairs of tensors: leave out those with a single equal tensor.
+        groups = groups_of(sides, attrgetter("content"))
+        candidates += _likely((a[0], b[0]) for a, b in groups if len(a) == len(b) == 1)
+        paired = {id(tensor) for candidate in candidates for tensor in candidate[:2]}
+        sides = [[tensor for tensor in side if id(tensor) not in paired] for side in sides]
+    by_shape: tuple[_Shapes, _Shapes] = (defaultdict(list), defaultdict(list))
+    for side, tensors_of_shape in zip(sides, by_shape, strict=True):
+        for tensor in side:
+            tensors_of_shape[tensor.shape].append(tensor)
+    shapes_of_b: dict[Shape, list[Shape]] = defaultdict(list)
+    for shape in by_shape[1]:
+        shapes_of_b[(len(shape),) if is_extended else tuple(sorted(shape))].append(shape)
+    for shape, tensors in by_shape[0].items():
+        for shape_of_b in shapes_of_b[(len(shape),) if is_extended else tuple(sorted(shape))]:
+            sizes = list(zip(sorted(shape), sorted(shape_of_b), strict=True))
+            # One shape fits into the other one, in some order of the axes.
+            fits = all(n <= m for n, m in sizes) or all(n >= m for n, m in sizes)
+            is_permuted = all(n == m for n, m in sizes)
+            if fits and is_permuted != is_extended:
+                theirs_of_shape = by_shape[1][shape_of_b]
+                candidates += _likely(_screened(tensors, theirs_of_shape, is_extended=is_extended))
+    return candidates
+
+
+def _likely(pairs: Iterable[tuple[Sketched, Sketched]]) -> Iterator[Candidate]:
+    """Yield the pairs of tensors whose sums agree in some arrangement."""
+    for a, b in pairs:
+        best = next(iter(arrangements(a, b)), None)
+        if best is not None and best.score >= ALIKE:
+            yield Candidate(a, b, a.is_like(b), *best)
+
+
+def _screened(
+    ours: list[Sketched], theirs: list[Sketched], *, is_extended: bool
+) -> Iterator[tuple[Sketched, Sketched]]:
+    """Yield pairs whose sums along some axis agree in order."""
+    first, second = ours[0].shape, theirs[0].shape
+    if len(ours) * len(theirs) > _MOST_PAIRS and not is_extended:
+        yield from _nearest(ours, theirs)
+        return
+    scores = np.full((len(ours), len(theirs)), -1.0)
+    for n, m in product(range(len(first)), range(len(second))):
+        sizes = first[n], second[m]
+        if (sizes[0] != sizes[1] and not is_extended) or min(sizes) < _FEWEST:
+            continue
+        length = min(*sizes, _SCREENED)
+        x, y = (standardised([t.along[k] for t in side], length)
+                for side, k in ((ours, n), (theirs, m)))  # fmt: skip
+        np.maximum(scores, x @ y.T, out=scores)
+        if len(first) == 1 and are_rotary(*(t.is_rotary or None for t in (*ours, *theirs))):
+            x = standardised([t.along[0] for t in ours], min(sizes))
+            y = standardised([t.along[0] for t in theirs], min(sizes))
+            for order in rope_orders(min(sizes)).values():
+                np.maximum(scores, x[:, order] @ y.T, out=scores)
+    # Keep several candidates, because equal tensors are indistinguishable here.
+    closest = np.argsort(-scores, axis=1, kind="stable")[:, :_CLOSER].tolist()
+    for a, row, columns in zip(ours, scores, closest, strict=True):
+        yield from ((a, theirs[column]) for column in columns if row[column] >= ALIKE)
+    for b, row, column in zip(theirs, scores.argmax(axis=0).tolist(), scores.T, strict=True):
+        if column[row] >= ALIKE:
+            yield ours[row], b
+
+
+def _nearest(ours: list[Sketched], theirs: list[Sketched]) -> Iterator[tuple[Sketched, Sketched]]:
+    """Yield pairs with similar sums of squares, which rounding and permutations hardly change."""
+    ordered = sorted(theirs, key=lambda tensor: float(tensor.sketch.totals[1]))
+    squares = np.array([tensor.sketch.totals[1] for tensor in ordered])
+    for a in ours:
+        place = int(np.searchsorted(squares, a.sketch.totals[1]))
+        for b in ordered[max(0, place - _CLOSER) : place + _CLOSER]:
+            yield a, b
+
+
+# --- by names ------------------------------------------------------------------------------------
+
+
+def by_names(
+    ours: Iterable[Sketched],
+    theirs: Iterable[Sketched],
+    places: Places,
+    known: Iterable[tuple[str, str]],
+) -> list[_Pair]:
+    """Pair tensors that belong together though their numbers may differ.
+
+    `known` has the names of pairs that follow the rules of a conversion.
+    """
+    free, rules, pairs = (dict.fromkeys(ours), dict.fromkeys(theirs)), Rules(known), list[_Pair]()
+
+    def take(rule: Callable[[list[Sketched], list[Sketched]], Iterable[_Pair]]) -> None:
+        for a, b in rule(*map(list, free)):
+            if a in free[0] and b in free[1]:
+                pairs.append((a, b))
+                del free[0][a], free[1][b]
+
+    take(lambda a, b: _siblings(a, b, rules))
+    take(lambda a, b: _placed(a, b, places))
+    take(lambda a, b: _equal_sets([[t for t in side if t.is_constant] for side in (a, b)], rules))
+    take(lambda a, b: [c[:2] for c in by_content(a, b) if c.score >= _NEAR])
+    take(_resembling)
+    return pairs
+
+
+def _siblings(
+    ours: Iterable[Sketched], theirs: Iterable[Sketched], rules: Rules
+) -> Iterator[_Pair]:
+    """Pair tensors by the names that other pairs lead to expect."""
+    by_name = {tensor.name: tensor for tensor in theirs}
+    for a in ours:
+        match = rules.expected(a.name, by_name)
+        if match is not None:
+            yield a, by_name.pop(match[0])
+
+
+def _placed(
+    ours: Iterable[Sketched], theirs: Iterable[Sketched], places: Places
+) -> Iterator[_Pair]:
+    """Pair tensors of one shape that both structures describe as one place of a model."""
+    by_place = {places.key(1, tensor.name): tensor for tensor in theirs}
+    for a in {places.key(0, tensor.name): tensor for tensor in ours}.values():
+        key = places.key(0, a.name)
+        if key is not None and key in by_place and by_place[key].shape == a.shape:
+            yield a, by_place[key]
+
+
+def _equal_sets(
+    sides: Iterable[Iterable[Sketched]], rules: Rules, names: Collection[str] = ()
+) -> Iterator[_Pair]:
+    """Pair constants and copies by rules of names, else in file order, if both sides have as many.
+
+    `names` are all free names of `b`; without them, rules of names do not apply.
+    """
+    for copies, equals in groups_of(sides, attrgetter("content")):
+        if len(copies) != len(equals):
+            continue
+        copies_of_b = {copy.name: copy for copy in equals}
+        unexpected = []
+        for copy in copies:
+            match = rules.expected(copy.name, names) if names else None
+            if match is None:
+                unexpected.append(copy)
+            elif match[0] in copies_of_b:
+                yield copy, copies_of_b.pop(match[0])
+        for copy, copy_of_b in zip(unexpected, copies_of_b.values(), strict=False):
+            if not are_other_roles(copy.name, copy_of_b.name):
+                yield copy, copy_of_b
+
+
+def _resembling(ours: Iterable[Sketched], theirs: Iterable[Sketched]) -> Iterator[_Pair]:
+    """Pair constants whose names resemble each other more than any other names."""
+    constants = ([tensor for tensor in side if tensor.is_constant] for side in (ours, theirs))
+    for tensors, tensors_of_b in groups_of(constants, lambda tensor: tensor.shape):
+        table = np.array([[likeness(a.name, b.name) for b in tensors_of_b] for a in tensors])
+        for n, m in np.argwhere(table > 0).tolist():
+            alternatives = np.concatenate([np.delete(table[n], m), np.delete(table[:, m], n)])
+            if table[n, m] > alternatives.max(initial=0):
+                yield tensors[n], tensors_of_b[m]
