@@ -25,6 +25,7 @@ from xckpt.comparison.explaining.rounding import (
     FRACTION_BITS,
     UNCHANGED,
     Transform,
+    is_lossy,
     rounding_chains,
     spacing_of,
 )
@@ -182,12 +183,11 @@ class Elementwise(Relation):
         x, y, kinds = sample.x, sample.y, sample.kinds
         chains = list(rounding_chains(y, kinds))
         has_zeros = bool(np.any((y == 0) & (x != 0)) and np.any(y))
-        source_bits = FRACTION_BITS.get(kinds[0], FRACTION_BITS["float32"])
-        if kinds[1] == "float64":
-            source_bits = FRACTION_BITS["float64"]
+        source = kinds[0] if kinds[0] in FRACTION_BITS else "float32"
+        source = "float64" if kinds[1] == "float64" else source
 
         def shares(transform: Transform) -> Iterator[tuple[float, Elementwise]]:
-            is_coarser = any(FRACTION_BITS[name] < source_bits for name in transform.types)
+            is_coarser = any(is_lossy(source, name) for name in transform.types)
             is_cast = transform.scale == 1.0 and not transform.offset and transform.types
             relation = Elementwise(transform, rounds=is_coarser or bool(is_cast))
             share = relation.count_matches(x, y) / len(x)

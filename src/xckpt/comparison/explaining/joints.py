@@ -215,7 +215,7 @@ def _walk(sums: Array, parts: _Parts, *, are_permuted: bool = True) -> list[Join
         if member is not None:
             parts.used.add(id(member.part))
             members.append(member)
-        elif members and (zeros := _zeros(sums, start)):
+        elif members and (zeros := _zeros(sums, start)) and not parts.has_room(zeros):
             members[-1] = members[-1]._replace(stop=members[-1].stop + zeros)
         elif gap := parts.gap(sums, start):
             # Any part holds the place of the gap, until `_filled` replaces it.
@@ -286,6 +286,13 @@ class _Parts:
                 part, _, own_steps, _ = group[row]
                 best = JointPart(part, place, place + n, (*own_steps, *steps), score)
         return best
+
+    def has_room(self, zeros: int) -> bool:
+        """Return whether zeros may be in the place of a free part, which was lost."""
+        return any(
+            n <= zeros and any(id(oriented.part) not in self.used for oriented in group)
+            for n, group in self.groups.items()
+        )
 
     def gap(self, sums: Array, place: int) -> int:
         """Return the length of a gap that ends at another part or at the end, else 0."""

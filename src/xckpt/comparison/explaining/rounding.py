@@ -133,21 +133,31 @@ def spacing_of(values: Array, name: str) -> Array:
     return spacing
 
 
+def is_lossy(source: str, kind: str) -> bool:
+    """Return whether a type lacks numbers of another one: digits, or very small numbers."""
+    ours, theirs = (ELEMENT_TYPES[name].float_format if name in FRACTION_BITS else None
+                    for name in (source, kind))  # fmt: skip
+    if ours is None or theirs is None:
+        return True
+    return theirs.fraction_bits < ours.fraction_bits or theirs.smallest > ours.smallest
+
+
 def rounding_chains(y: Array, kinds: tuple[str, str]) -> Iterator[tuple[str, ...]]:
     """Yield tuples of types to which numbers may have been rounded in turn."""
     yield ()
-    kind, bits, source_bits = kinds[1], FRACTION_BITS.get(kinds[1], 0), FRACTION_BITS.get(kinds[0])
-    source_bits = 99 if source_bits is None else source_bits
+    source, kind = kinds
+    bits = FRACTION_BITS.get(kind, 0)
+    source_bits = 99 if source not in FRACTION_BITS else FRACTION_BITS[source]
     last: tuple[str, ...] = ()
-    if (kind in FRACTION_BITS and bits < source_bits) or (
-        "float" in kind and kind_named(kind).exact and kind != kinds[0]
+    if (kind in FRACTION_BITS and is_lossy(source, kind)) or (
+        "float" in kind and kind_named(kind).exact and kind != source
     ):
         last = (kind,)
         yield last
     finite = y[np.isfinite(y)]
     between = []
     for name in _COARSE:
-        if FRACTION_BITS[name] < min(bits, source_bits) and _has_only(finite, name):
+        if FRACTION_BITS[name] < bits and is_lossy(source, name) and _has_only(finite, name):
             between.append(name)
             yield (name, *last)
     # An intermediate type shows in the direction in which ties were rounded.

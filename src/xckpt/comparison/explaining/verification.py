@@ -21,9 +21,10 @@ from xckpt.comparison.explaining.quantised_causes import (
     suspect_quantised,
 )
 from xckpt.comparison.explaining.quantisers import graded
-from xckpt.comparison.explaining.rounding import FRACTION_BITS, Transform
+from xckpt.comparison.explaining.rounding import FRACTION_BITS, Transform, spacing_of
 from xckpt.comparison.measure import Comparison, as_floats
 from xckpt.comparison.pairs import pair_of, reader_of_view
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.scan.scanning import Accumulator, gather
 from xckpt.storage.limits import cpu_count
 from xckpt.threads import Threads
@@ -55,6 +56,8 @@ _RELATED = 0.5
 _FEWEST_VALUES = 3
 # The least number of values that show a grid.
 _FEWEST_VARIED = 8
+# The least number of values that show how far rounding moves them, and the least mean square of it.
+_FEWEST_MOVED, _LEAST_MOVED = 32, 1 / 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,9 +366,7 @@ def _grid_of(sample: SampledPairs, relation: Relation) -> str:
         return ""
     side = sample.reverse if relation.backwards else sample
     finite = side.x[np.isfinite(side.x)]
-    # Zeros, powers of two and the like are numbers of any type.
-    mantissas = np.frexp(finite)[0] * 8
-    varied = finite[mantissas != np.rint(mantissas)]
+    varied = finite[_are_varied(finite)]
     bits = FRACTION_BITS.get(side.kinds[0], 0)
     for name in ("float8_e4m3fn", "bfloat16", "float16"):
         if FRACTION_BITS[name] < bits and len(varied) >= _FEWEST_VARIED:
@@ -373,6 +374,33 @@ def _grid_of(sample: SampledPairs, relation: Relation) -> str:
             if np.count_nonzero(is_on) >= LIKELY * len(varied):
                 return name
     return ""
+
+
+def _moves_too_little(relation: Elementwise, side: SampledPairs, grid: str) -> bool:
+    """Return whether rounding moves numbers less than it moves real ones: by 1/12 step squared.
+
+    It does if they were on the grid before a small damage.
+    """
+    if "rounded" not in relation.causes:
+        return False
+    kind = min(relation.transform.types, key=FRACTION_BITS.__getitem__)
+    if FRACTION_BITS.get(grid or side.kinds[0], 99) <= FRACTION_BITS[kind]:
+        return False
+    moved = replace(relation.transform, types=())(side.x).astype(np.float64)
+    is_moved = np.isfinite(moved) & np.isfinite(side.y) & (side.y != 0) & _are_varied(moved)
+    moved, rounded = moved[is_moved], side.y[is_moved].astype(np.float64)
+    if len(np.unique(moved)) < _FEWEST_MOVED:
+        return False
+    form = ELEMENT_TYPES[kind].float_format
+    step = np.maximum(spacing_of(moved, kind), form.smallest if form else 0.0)
+    return float(np.mean(np.square((rounded - moved) / step))) < _LEAST_MOVED
+
+
+def _are_varied(numbers: Array) -> Array:
+    """Return a mask without zeros, powers of two and the like, which are numbers of any type."""
+    mantissas = np.frexp(numbers)[0] * 8
+    mask: Array = mantissas != np.rint(mantissas)
+    return mask
 
 
 def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:
@@ -471,6 +499,8 @@ def _is_shown(relation: Relation, sample: SampledPairs) -> bool:
     side = sample.reverse if relation.backwards else sample
     is_stated = False
     if isinstance(relation, Elementwise):
+        if _moves_too_little(relation, side, _grid_of(sample, relation)):
+            return False
         is_stated = {"float32", "float64", side.kinds[1]}.issuperset(relation.transform.types)
     elif isinstance(relation, Quantised):
         is_in_blocks = relation.scheme == side.blocks[1] or isinstance(relation, WithinScales)
