@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import xarray as xr
 
 import xckpt
 from xckpt.cli import main
+from xckpt.errors import CheckpointWarning
 
 CONFIG = {"model_type": "llama", "torch_dtype": "float32", "auto_map": {"AutoModel": "modeling.X"}}
 
@@ -108,3 +111,250 @@ def test_shards_of_another_model_are_refused(
     assert main(["convert", "base", "out", *(["--overwrite"] if overwrite else [])]) == 2
     assert "model-00001-of-00003.safetensors" in capsys.readouterr().err
     assert names("out") == before
+
+
+# --- results --------------------------------------------------------------------------------------
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8,
+    "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 4,
+    "num_key_value_heads": 2, "vocab_size": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES = {
+    **{f"self_attn.{name}_proj": (8, 8) for name in "qkvo"},
+    **{f"mlp.{name}_proj": (16, 8) for name in ("gate", "up")},
+    "mlp.down_proj": (8, 16), "input_layernorm": (8,), "post_attention_layernorm": (8,),
+}  # fmt: skip
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def llama(seed: int, layers: int = 3) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, Any] = {HEAD: (32, 8), TABLE: (32, 8), "model.norm.weight": (8,)}
+    for n in range(layers):
+        shapes |= {f"model.layers.{n}.{name}.weight": shape for name, shape in SHAPES.items()}
+    return {name: rng.normal(size=shape).astype("f4") for name, shape in shapes.items()}
+
+
+def write_model(folder: str, seed: int, **config: Any) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    xckpt.save(llama(seed), f"{folder}/model.safetensors")
+    Path(folder, "config.json").write_text(json.dumps(LLAMA | config))
+    Path(folder, "tokenizer.json").write_text("{}")
+    Path(folder, "generation_config.json").write_text("{}")
+
+
+@pytest.fixture
+def models() -> None:
+    for seed, name in enumerate(("a", "b", "run/checkpoint-1", "run/checkpoint-2")):
+        write_model(name, seed)
+    for name in ("lora", "lora-2"):
+        factors: dict[str, Any] = {}
+        for n in range(3):
+            module = f"base_model.model.model.layers.{n}.self_attn.q_proj"
+            factors |= {f"{module}.lora_A.weight": np.ones((2, 8), "f4")}
+            factors |= {f"{module}.lora_B.weight": np.ones((8, 2), "f4")}
+        Path(name).mkdir()
+        xckpt.save(factors, f"{name}/adapter_model.safetensors")
+        adapter = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+        Path(name, "adapter_config.json").write_text(json.dumps(adapter))
+
+
+def both() -> tuple[xr.Dataset, xr.Dataset]:
+    return xckpt.open("a"), xckpt.open("b")
+
+
+def total() -> xr.Dataset:
+    a, b = both()
+    return a + b
+
+
+def grown(weight: xr.DataArray, count: int) -> xr.DataArray:
+    row = weight.mean("vocab").expand_dims(vocab=count)
+    return xr.concat([weight, row], "vocab").transpose(*weight.dims)
+
+
+def with_layers(numbers: list[int]) -> xr.Dataset:
+    """Return the model with these layers in this order, numbered from 0 on."""
+    ds = xckpt.open("a")
+    variables = {name: ds[name] for name in (HEAD, TABLE, "model.norm.weight")}
+    for new, old in enumerate(numbers):
+        for name in SHAPES:
+            old_name = f"model.layers.{old}.{name}.weight"
+            variables[f"model.layers.{new}.{name}.weight"] = ds[old_name]
+    return ds.drop_vars(list(ds)).assign(variables)
+
+
+RESULTS: dict[str, Any] = {
+    "mean": lambda: total() / 2,
+    "weights": lambda: 0.3 * both()[0] + 0.7 * both()[1],
+    "mean of concat": lambda: xr.concat(both(), "model").mean("model"),
+    "task vector": lambda: both()[0].ckpt.merge(both()[1] - both()[0], scale=0.5),
+    "adapter": lambda: xckpt.open("a").ckpt.merge("lora"),
+    "adapter and mean": lambda: (total() / 2).ckpt.merge("lora"),
+    "step": lambda: xckpt.open_steps("run").sel(step=2),
+    "mean of steps": lambda: xckpt.open_steps("run").mean("step"),
+    "assigned": lambda: both()[0].assign(both()[1].ckpt.find("*.mlp.*").data_vars),
+    "function": lambda: both()[0].map(lambda tensor: tensor * 2),
+    "loaded": lambda: xckpt.open("a").load(),
+    "stacked": lambda: xckpt.open("a", stack=True) * 2,
+    "pickled": lambda: pickle.loads(pickle.dumps(total())),
+    "of merge": lambda: xr.merge([both()[0]]),
+}
+
+
+CERTAIN: dict[str, tuple[Any, dict[str, int]]] = {
+    "fewer layers": (lambda: with_layers([0, 2]), {"num_hidden_layers": 2}),
+    "more layers": (lambda: with_layers([0, 1, 1, 2]), {"num_hidden_layers": 4}),
+    "more tokens": (
+        lambda: both()[0].drop_vars([HEAD, TABLE]).assign(
+            {name: grown(both()[0][name], 4) for name in (HEAD, TABLE)}
+        ),
+        {"vocab_size": 36},
+    ),
+    "narrower": (lambda: both()[0].isel(ff=slice(12)), {"intermediate_size": 12}),
+}  # fmt: skip
+
+
+PROBLEMS: dict[str, tuple[Any, str]] = {
+    "layers with gaps": (
+        lambda: both()[0].drop_vars(
+            [name for name in both()[0] if ".layers.1." in str(name)]
+        ),
+        r"num_hidden_layers 3: the tensors have layers 0, 2",
+    ),
+    "one table grown": (
+        lambda: both()[0].drop_vars(HEAD).assign(
+            {HEAD: grown(both()[0][HEAD], 4).rename(vocab="rows")}
+        ),
+        r"vocab_size 32: the tensors have 32 and 36",
+    ),
+    "fewer heads": (
+        lambda: both()[0].isel({"head*key": slice(4), "head*value": slice(4)}),
+        r"num_attention_heads 2 and head_dim 4: the tensors have 4 instead of 8",
+    ),
+    "fewer heads of keys": (
+        lambda: both()[0].isel({"head_kv*key": slice(4), "head_kv*value": slice(4)}),
+        r"num_key_value_heads 2 and head_dim 4: the tensors have 4 instead of 8",
+    ),
+    "narrower everywhere": (
+        lambda: both()[0].isel(embd=slice(4)), r"hidden_size 8: the tensors have 4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("models")
+class TestResults:
+    """A result has the files that describe its sources, as far as they hold for its tensors."""
+
+    @pytest.mark.parametrize("make", RESULTS.values(), ids=RESULTS)
+    def test_a_result_that_the_config_fits_has_it(self, make: Any) -> None:
+        make().ckpt.save("out/")
+        described = ["config.json", "generation_config.json", "model.safetensors"]
+        assert names("out") == [*described, "tokenizer.json"]
+        assert config("out") == LLAMA
+        assert xckpt.open("out").ckpt.structure().index.size == len(llama(0))
+
+    @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "1kB"}])
+    def test_adapters_have_their_config_and_name(self, shards: dict[str, Any]) -> None:
+        mean = (xckpt.open("lora") + xckpt.open("lora-2")) / 2
+        mean.ckpt.save("out/", **shards)
+        assert "adapter_config.json" in names("out")
+        assert names("out")[1].startswith("adapter_model")
+        assert len(xckpt.open("out").ckpt.adapters()) == 3
+        xckpt.open("a").ckpt.merge("out").ckpt.save("merged/")
+        assert "adapter_config.json" not in names("merged")
+
+    def test_updates_are_no_adapter(self) -> None:
+        xckpt.open("lora").ckpt.updates().ckpt.save("out/")
+        assert names("out") == ["model.safetensors"]
+
+    @pytest.mark.parametrize(("make", "sizes"), CERTAIN.values(), ids=CERTAIN)
+    def test_sizes_that_the_tensors_determine_are_corrected(self, make: Any, sizes: Any) -> None:
+        ((key, value),) = sizes.items()
+        with pytest.warns(CheckpointWarning, match=rf"{key}: {value} \(was {LLAMA[key]}\)"):
+            make().ckpt.save("out/")
+        assert config("out") == LLAMA | sizes
+        assert "tokenizer.json" in names("out")
+
+    def test_kinds_of_layers_are_as_many_as_layers(self) -> None:
+        for kinds in (["full"] * 3, ["full", "sliding", "full"]):
+            Path("a/config.json").write_text(json.dumps(LLAMA | {"layer_types": kinds}))
+            with pytest.warns(CheckpointWarning, match="num_hidden_layers"):
+                with_layers([0, 1]).ckpt.save(f"out-{len(set(kinds))}/")
+        assert config("out-1")["layer_types"] == ["full"] * 2
+        assert "config.json" not in names("out-2")
+
+    @pytest.mark.parametrize(("make", "text"), PROBLEMS.values(), ids=PROBLEMS)
+    def test_a_config_that_does_not_fit_is_left_out(self, make: Any, text: str) -> None:
+        with pytest.warns(CheckpointWarning, match=f"not copied from a/, as .*{text}"):
+            make().ckpt.save("out/")
+        assert names("out") == ["model.safetensors", "tokenizer.json"]
+
+    def test_a_part_of_a_model_is_no_model(self) -> None:
+        part = xckpt.open("a").ckpt.find("*.self_attn.*")
+        with pytest.warns(CheckpointWarning, match=r"lacks 18 of its 30 tensors.*'config\.json'"):
+            part.ckpt.save("out/")
+        assert names("out") == ["model.safetensors"]
+        new_head = xr.DataArray(np.ones((2, 8), "f4"), dims=("label", "embd"))
+        other = xckpt.open("a").drop_vars(HEAD).assign({"score.weight": new_head})
+        with pytest.warns(CheckpointWarning, match=r"lacks 1 of its 30 tensors: 'lm_head\.weight'"):
+            other.ckpt.save("other/")
+        assert names("other") == ["model.safetensors"]
+
+    def test_a_tied_head_is_not_missing(self) -> None:
+        Path("a/config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": True}))
+        xckpt.open("a").drop_vars(HEAD).ckpt.save("out/")
+        assert "config.json" in names("out")
+
+    def test_a_tokenizer_of_more_tokens_is_left_out(self) -> None:
+        with pytest.warns(CheckpointWarning, match=r"fewer rows: 'tokenizer\.json'"):
+            xckpt.open("a").isel(vocab=slice(30)).ckpt.save("out/")
+        assert config("out") == LLAMA | {"vocab_size": 30}
+        assert "tokenizer.json" not in names("out")
+
+    def test_all_new_names_are_another_convention(self) -> None:
+        xckpt.convert("a", "out/", names=lambda name: name.removeprefix("model."))
+        assert config("out") == LLAMA
+
+    def test_overwriting_replaces_the_config(self) -> None:
+        (total() / 2).ckpt.save("out/")
+        with pytest.warns(CheckpointWarning, match="num_hidden_layers: 2"):
+            with_layers([0, 2]).ckpt.save("out/", overwrite=True)
+        assert config("out")["num_hidden_layers"] == 2
+        with pytest.warns(CheckpointWarning, match="num_hidden_layers: 2"):
+            with_layers([0, 2]).ckpt.save("a/", overwrite=True)
+        assert config("a")["num_hidden_layers"] == 2
+
+    def test_a_deferred_result_has_the_files_after_it_is_computed(self) -> None:
+        later = (total() / 2).ckpt.save("out/", compute=False)
+        assert names("out") == []
+        later.compute()
+        assert config("out") == LLAMA
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_transformers_and_peft_load_the_folders(self) -> None:
+        torch: Any = pytest.importorskip("torch")
+        transformers: Any = pytest.importorskip("transformers")
+        peft: Any = pytest.importorskip("peft")
+        Path("a/tokenizer.json").unlink()
+        Path("a/generation_config.json").unlink()
+        results = {
+            "mean": total() / 2,
+            "step": xckpt.open_steps("run").sel(step=2),
+            "fewer": with_layers([0, 2]),
+            "narrow": both()[0].isel(ff=slice(12)),
+            "tokens": CERTAIN["more tokens"][0](),
+        }
+        for name, result in results.items():
+            result.ckpt.save(f"{name}/")
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                name, output_loading_info=True
+            )
+            assert not any(report.values()), report
+            assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+        ((xckpt.open("lora") + xckpt.open("lora-2")) / 2).ckpt.save("out/")
+        base = transformers.AutoModelForCausalLM.from_pretrained("a")
+        merged = peft.PeftModel.from_pretrained(base, "out").merge_and_unload().state_dict()
+        for key, array in xckpt.open("a").ckpt.merge("out").items():
+            np.testing.assert_allclose(merged[key].numpy(), array.values, atol=1e-5)

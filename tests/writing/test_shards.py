@@ -105,11 +105,13 @@ def test_shards_replace_the_single_file(written: tuple[Path, Any], tmp_path: Pat
     check(folder, 2.0)
 
 
-def test_an_index_that_hides_a_new_file_warns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_that_an_index_would_hide_is_refused(overwrite: bool, tmp_path: Path) -> None:
     save_it(tmp_path)
-    with pytest.warns(xckpt.CheckpointWarning, match=r"prefer .* remove it: .*index\.json"):
-        xckpt.save(dataset(2.0), tmp_path / "model.safetensors")
-    assert "model.safetensors" in names(tmp_path)
+    with pytest.raises(ValueError, match=r"prefer to model\.safetensors: .*remove them"):
+        xckpt.save(dataset(), tmp_path / "model.safetensors", overwrite=overwrite)
+    assert "model.safetensors" not in names(tmp_path)
+    check(tmp_path)
 
 
 def test_a_file_becomes_several_in_place(tmp_path: Path) -> None:

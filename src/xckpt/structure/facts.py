@@ -124,13 +124,27 @@ def _facts_in(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None) -> Mod
     )
 
 
-def sizes_in(*sections: Mapping[str, Any]) -> dict[str, int]:
+class StatedSize(NamedTuple):
+    """A size of a model, and where its config states it."""
+
+    section: Mapping[str, Any]
+    key: str
+    value: int
+
+
+def stated_sizes(*sections: Mapping[str, Any]) -> dict[str, StatedSize]:
     """Return the sizes that sections of a config state under their usual keys, first ones first."""
-    sizes = {
-        name: next((s[key] for s in sections for key in keys if type(s.get(key)) is int), None)
+    places = {
+        name: next(((s, key) for s in sections for key in keys if type(s.get(key)) is int), None)
         for name, keys in _KEYS.items()
     }
-    return _checked(sizes)
+    sizes = {n: StatedSize(*place, place[0][place[1]]) for n, place in places.items() if place}
+    return {name: sizes[name] for name in _checked({n: s.value for n, s in sizes.items()})}
+
+
+def sizes_in(*sections: Mapping[str, Any]) -> dict[str, int]:
+    """Return the values of `stated_sizes`."""
+    return {name: size.value for name, size in stated_sizes(*sections).items()}
 
 
 def _types(config: Mapping[str, Any]) -> Iterator[str]:

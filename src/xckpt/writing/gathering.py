@@ -112,7 +112,8 @@ def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
     obj = _as_dataset(obj)
     tensors, coords = listed(obj, fitting.changes, format)
     payloads = [tensor.payload() for tensor in tensors]
-    fitting.require_readable(len(payloads), str(obj.encoding.get("source", "")))
+    opened = OpenTensors(obj).source
+    fitting.require_readable(len(payloads), opened)
     modules: dict[str, Any] = {}
     if isinstance(obj, xr.DataTree):
         modules = {
@@ -131,7 +132,7 @@ def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
     ordered = "format" not in root.encoding or root.encoding.get("ordered", False)
     order = [payload.name for payload in payloads] if ordered else ()
     arrangement = Arrangement(tuple(coords), tuple(order), modules)
-    return Gathered(payloads, attrs, arrangement, obj.encoding.get("attr_types", {}))
+    return Gathered(payloads, attrs, arrangement, obj.encoding.get("attr_types", {}), opened)
 
 
 def opened_as(obj: Any, format: str) -> Index | None:

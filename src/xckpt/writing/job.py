@@ -36,11 +36,12 @@ from xckpt.errors import CheckpointError, UnsupportedError
 from xckpt.formats.plan import PlannedPart, WantedPart, Written
 from xckpt.index import Part, strides_of
 from xckpt.interrupts import uninterrupted
-from xckpt.opening.names import INDEX_SUFFIX
+from xckpt.opening.configs import CONFIGS
 from xckpt.progress import Progress, report
 from xckpt.storage import is_remote
 from xckpt.storage.limits import open_file
 from xckpt.storage.sink import publish, write_at
+from xckpt.writing.companions import companions_of, origin_of
 from xckpt.writing.rehearsal import changed_attributes
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
 
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from xckpt.storage.partial import Place
     from xckpt.storage.sink import Sink
     from xckpt.typing import Array
+    from xckpt.writing.companions import Companions
     from xckpt.writing.fitting import Fitting
     from xckpt.writing.payloads import Gathered, Payload
     from xckpt.writing.targets import Target
@@ -127,9 +129,11 @@ class WriteJob:
         replaced: Sequence[Source] = (),
         # Name of a file in the same folder that is removed once the new files are complete.
         superseded: str | None = None,
+        # Files that describe the model, written at the end.
+        beside: Companions | None = None,
     ) -> None:
         self.target, self._label, self._replaced = target, label, replaced
-        self._superseded = superseded
+        self._superseded, self._beside = superseded, beside
         #: Names of the tensors that are written.
         self.tensors = tuple(payloads)
         # Dask arrays, which of the files they are computed into, and where in it.
@@ -286,6 +290,8 @@ class WriteJob:
             referring=referring,
             superseded=self._superseded,
         )
+        if self._beside is not None:
+            self._beside.write(self.target)
         return nbytes
 
 
@@ -332,9 +338,14 @@ def write_job(
 ) -> WriteJob:
     """Return the job that writes a planned file, and warn of changes; nothing is written yet."""
     path, writer = target.path, fitting.writer
-    if target.has_config:
-        attrs = {key: gathered.attrs[key] for key in gathered.attrs if key != "config"}
-        gathered = gathered._replace(attrs=attrs)
+    origin = origin_of(gathered) if target.is_folder else None
+    if origin is not None:
+        names = {payload.name for payload in gathered.payloads}
+        target = target.in_folder(origin.stem(names))
+        attrs = {
+            key: value for key, value in gathered.attrs.items() if f"{key}.json" not in CONFIGS
+        }
+        path, gathered = target.path, gathered._replace(attrs=attrs)
     try:
         draft, payloads = fitting.draft(gathered, path)
         make_plan = writer.plan
@@ -356,10 +367,12 @@ def write_job(
             superseded = label if target.overwrite else None
             target = target._replace(path=path + plan.suffix)
             paths.append(target.path)
-        elif not is_remote(path) and os.path.lexists(path + INDEX_SUFFIX):
-            change = "readers may prefer what is next to it; remove it"
-            fitting.changes.add(change, label + INDEX_SUFFIX)
+        elif not plan.companions:
+            target.require_no_shards()
         overwritten = {_resolved(name) for name in paths if target.overwrite}
+        companions = None
+        if origin is not None:
+            companions = companions_of(origin, draft.tensors, fitting.changes)
         job = WriteJob(
             plan,
             payloads,
@@ -369,6 +382,7 @@ def write_job(
             grown=grown,
             replaced=[source for source in sources if _resolved(source.name) in overwritten],
             superseded=superseded,
+            beside=companions,
         )
     except CheckpointError as error:
         raise error.located(path=path) from error.__cause__

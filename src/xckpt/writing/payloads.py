@@ -62,6 +62,7 @@ class Gathered(NamedTuple):
     attrs: Mapping[str, Any]
     arrangement: Arrangement
     attr_types: Mapping[str, str]  # element types that attributes have in the old file
+    opened: str = ""  # path or URL that they were opened from
 
 
 def stored_payload(

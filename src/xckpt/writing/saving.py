@@ -281,6 +281,7 @@ def convert(
                 read_later(index.attrs, sources),
                 index.arrangement.renamed(renamed),
                 index.attr_types,
+                index.source,
             )
             old = index if index.format == fitting.writer.name else None
             job = write_job(

@@ -1,30 +1,22 @@
 """Targets of `save` and `convert`: paths of new files with their formats, and folders.
 
-A folder gets ``model.safetensors``, or shards with their index, and the configuration and the
-tokenizer of the source, as far as they still hold: without ``quantization_config`` where values
-were decoded, with the element type of the new file, and without names of code, which is never
-copied.
+A folder gets ``model.safetensors``, or shards with their index, and the files of
+`xckpt.writing.companions`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from collections import Counter
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import wraps
+from glob import escape
 from inspect import signature
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from xckpt import formats
-from xckpt.elements import WIDE_FLOATS
-from xckpt.errors import CheckpointError, some
-from xckpt.index import Index
-from xckpt.opening import open_index
+from xckpt.errors import some
 from xckpt.opening.names import INDEX_SUFFIX
 from xckpt.options import suggest_option
 from xckpt.storage import is_remote, local_path, new_file
@@ -42,25 +34,15 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 # Format of the file in a folder, unless the caller names one.
 _FOLDER_FORMAT = "safetensors"
-# Files of transformers that describe a model without its weights.
-_COPIED = (
-    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json", "sentencepiece.bpe.model"),
-)
 # Options that all formats have.
 _OPTIONS = (
     *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
     *("tensors", "exclude", "only", "dtype", "names", "verify", "source_engine", "skip_unreadable"),
 )
-_LARGEST_NBYTES = 256 << 20
-_LARGEST_CONFIG_NBYTES = 16 << 20
-_DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 class _InFolder(str):
-    """Path of a new file whose folder gets the ``config.json`` of the source."""
+    """Path of a new file in a folder that also gets the files which describe the model."""
 
     __slots__ = ()
 
@@ -71,7 +53,7 @@ class Target(NamedTuple):
     path: str
     overwrite: bool
     storage_options: dict[str, Any] | None
-    has_config: bool = False  # in a file next to it, instead of an attribute
+    is_folder: bool = False  # which gets the files that describe the model, too
 
     @classmethod
     def of(
@@ -84,7 +66,7 @@ class Target(NamedTuple):
         """Return the target for a path or URL."""
         target = os.fspath(path)
         target = target if is_remote(target) else local_path(target)
-        return cls(target, overwrite, storage_options, has_config=isinstance(path, _InFolder))
+        return cls(target, overwrite, storage_options, is_folder=isinstance(path, _InFolder))
 
     def companion(self, name: str) -> str:
         """Return the path of another file of the same checkpoint."""
@@ -99,6 +81,26 @@ class Target(NamedTuple):
             storage_options=self.storage_options,
             beside=beside,
         )
+
+    def in_folder(self, stem: str) -> Self:
+        """Return the target for a file of another name with the same suffix."""
+        folder, slash, name = self.path.rpartition("/")
+        return self._replace(path=f"{folder}{slash}{stem}{name[name.index('.') :]}")
+
+    def require_no_shards(self) -> None:
+        """Raise if there are shards, or their index, that readers would prefer to the file."""
+        if is_remote(self.path):
+            return
+        file = Path(self.path)
+        shards = file.parent.glob(f"{escape(file.stem)}-*-of-*{escape(file.suffix)}")
+        names = [path.name for path in (*shards, Path(self.path + INDEX_SUFFIX)) if path.exists()]
+        if names:
+            # No `FileExistsError`: `overwrite` does not help.
+            raise ValueError(
+                f"{file.parent}/ has another checkpoint, which readers would prefer to "
+                f"{file.name}: {some(sorted(names), 'files')}; choose another name or folder, or "
+                "remove them first"
+            )
 
     def check(self) -> None:
         """Raise the error that writing the file would begin with."""
@@ -199,33 +201,14 @@ def into_folder(function: F) -> F:
             return function(*args, **keywords)
         engine = arguments.get(engine_key) or _FOLDER_FORMAT
         folder = os.fspath(path).rstrip("/")
-        source = arguments[source_key]
         file = f"{folder}/model{formats.get(engine).suffixes[0]}"
         is_part = keywords.get("tensors") is not None or keywords.get("exclude") is not None
-        is_whole = not is_part and keywords.get("compute", True) and not is_remote(folder)
         options = {k: v for k, v in keywords.items() if k not in (source_key, path_key, engine_key)}
-        are_replaced = keywords.get("max_shard_size") is not None and keywords.get("overwrite")
-        if not (are_replaced or is_remote(folder)):
-            _require_no_shards(Path(local_path(folder)), Path(file))
+        target = file if is_part or is_remote(folder) else _InFolder(file)
         with _made(folder):
-            result = function(source, _InFolder(file) if is_whole else file, engine, **options)
-        if is_whole:
-            _copy_companions(source, Path(local_path(folder)))
-        return result
+            return function(arguments[source_key], target, engine, **options)
 
     return written  # type: ignore[return-value]
-
-
-def _require_no_shards(folder: Path, file: Path) -> None:
-    """Raise if a folder has shards, or their index, that readers would prefer to a new file."""
-    shards = [*folder.glob(f"{file.stem}-*-of-*{file.suffix}"), folder / (file.name + INDEX_SUFFIX)]
-    found = sorted(path.name for path in shards if path.exists())
-    if found:
-        # No `FileExistsError`: `overwrite` does not help.
-        raise ValueError(
-            f"{folder}/ has another checkpoint, which readers would prefer to {file.name}: "
-            f"{some(found, 'files')}; choose another folder, or remove them first"
-        )
 
 
 @contextmanager
@@ -242,60 +225,3 @@ def _made(folder: str) -> Iterator[None]:
             with suppress(OSError):
                 path.rmdir()  # unless something is in it
         raise
-
-
-def _copy_companions(source: Any, folder: Path) -> None:
-    """Copy the files that describe a model from the folder of its source."""
-    origin = source.source if isinstance(source, Index) else source
-    encoding = getattr(source, "encoding", None)
-    if isinstance(encoding, dict):
-        origin = encoding.get("source")
-    if not isinstance(origin, str | os.PathLike) or is_remote(os.fspath(origin)):
-        return
-    place = Path(local_path(os.fspath(origin)))
-    old = place if place.is_dir() else place.parent
-    if not old.is_dir() or old.resolve() == folder.resolve():
-        return
-    for name in _COPIED:
-        with suppress(OSError, ValueError):  # missing, or not a file of this kind
-            path, target = old / name, folder / name
-            if not path.is_file() or target.exists() or path.stat().st_size > _LARGEST_NBYTES:
-                continue
-            if name in {"config.json", "tokenizer_config.json"}:
-                _copy_config(path, target, place)
-            else:
-                shutil.copyfile(path, target)
-
-
-def _copy_config(path: Path, target: Path, source: Path) -> None:
-    """Copy a configuration without what does not hold for the new file."""
-    if path.stat().st_size > _LARGEST_CONFIG_NBYTES:
-        return
-    config = json.loads(path.read_bytes())
-    if not isinstance(config, dict):
-        raise ValueError("not a JSON object")  # noqa: TRY004
-    config.pop("auto_map", None)  # names of code
-    if path.name == "config.json":
-        before, after = _stored(str(source)), _stored(str(target.parent))
-        if not before.keys() <= after.keys():
-            config.pop("quantization_config", None)
-        sizes: Counter[str] = Counter()
-        for dtype, count in after.values():
-            if dtype in WIDE_FLOATS:
-                sizes[dtype] += count
-        for key in _DTYPE_KEYS:
-            if key in config and sizes:
-                config[key] = sizes.most_common(1)[0][0]
-    with new_file(str(target)) as sink:
-        sink.write(json.dumps(config, indent=2).encode("utf-8") + b"\n", 0)
-        sink.commit()
-
-
-def _stored(path: str) -> dict[str, tuple[str, int]]:
-    """Return the element types and numbers of elements of the tensors that a checkpoint stores."""
-    try:
-        source, index = open_index(path, whole=False, silent=True, missing="ignore")
-    except CheckpointError as error:
-        raise ValueError(str(error)) from error
-    source.close()
-    return {t.name: (t.dtype, prod(t.shape)) for t in index.tensors.values()}

@@ -1,0 +1,198 @@
+"""Whether the config of a model fits tensors that were computed from those of the model.
+
+The tensors that the config was written for show what its sizes mean: a number of layers counts
+modules, and other sizes are extents of axes. A new size is certain if all of these agree on it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from xckpt.errors import some
+from xckpt.structure.facts import model_facts, stated_sizes
+from xckpt.structure.info import PARAMETERS
+from xckpt.structure.model import Structure
+from xckpt.structure.numbering import parse_name
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from xckpt.structure.facts import StatedSize
+    from xckpt.structure.info import Described
+
+    Shape = tuple[int, ...]
+
+__all__ = ["ConfigFit", "fit_config"]
+
+# Sizes that no other value follows from, as the size of a head does from the number of heads.
+_INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
+_SHOWN = 3
+
+
+@dataclass(slots=True)
+class ConfigFit:
+    """A config for new tensors, and its differences from the one for the old tensors."""
+
+    config: dict[str, Any]
+    #: Values that follow from the new tensors: "vocab_size: 36 (was 32)".
+    corrections: list[str] = field(default_factory=list)
+    #: Differences without a certain value.
+    problems: list[str] = field(default_factory=list)
+    #: Weights of the model that are missing.
+    missing: list[str] = field(default_factory=list)
+    #: Whether the vocabulary lost rows.
+    has_fewer_tokens: bool = False
+
+
+def fit_config(
+    config: Mapping[str, Any], before: Sequence[Described], after: Sequence[Described]
+) -> ConfigFit:
+    """Return a config with the sizes of new tensors, given the tensors that it was written for."""
+    fit = ConfigFit(deepcopy(dict(config)))
+    text = fit.config.get("text_config")
+    sizes = stated_sizes(*([fit.config, text] if isinstance(text, dict) else [fit.config]))
+    structure = Structure(before, model_facts({"config": config}))
+    old, new = ({tensor.name: tensor.shape for tensor in side} for side in (before, after))
+    removed = _fit_layers(fit, sizes.get("layer"), structure, new)
+    fit.missing = _missing(fit.config, structure, old, new, removed)
+    _fit_axes(fit, sizes, structure, old, new)
+    return fit
+
+
+def _layers(names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Return the outermost numbers in names, by the name up to the number."""
+    numbers: dict[str, dict[str, int]] = defaultdict(dict)
+    for name in names:
+        parsed = parse_name(name)
+        if parsed.indices:
+            number = parsed.indices[0]
+            numbers[parsed.outermost.removesuffix(number)][name] = int(number)
+    return numbers
+
+
+def _fit_layers(
+    fit: ConfigFit, size: StatedSize | None, structure: Structure, new: Collection[str]
+) -> set[str]:
+    """Correct the number of layers; return the names of the tensors of layers that are gone."""
+    if size is None:
+        return set()
+    of_layers = [name for name in structure if ("layer" in dict(structure[name].indices[:1]))]
+    # Stacks of layers whose number the config states.
+    stacks = {
+        stem: numbers
+        for stem, numbers in _layers(of_layers).items()
+        if set(numbers.values()) == set(range(size.value))
+    }
+    after = _layers(new)
+    present = [set(after[stem].values()) for stem in stacks if stem in after]
+    if not present or all(numbers == set(range(size.value)) for numbers in present):
+        return set()
+    count = len(present[0])
+    section: Any = size.section  # a part of the copy
+    lists = {k: v for k, v in section.items() if isinstance(v, list) and len(v) == size.value}
+    if len(present) < len(stacks) or any(numbers != set(range(count)) for numbers in present):
+        numbers = " and ".join([_ranges(numbers) for numbers in present])
+        fit.problems.append(f"{size.key} {size.value}: the tensors have layers {numbers}")
+    elif any(len({*map(repr, kinds)}) > 1 for kinds in lists.values()):
+        text = f"{size.key} {size.value}: the tensors have {count} layers; {some(list(lists), '')}"
+        fit.problems.append(f"{text} has a value for each")
+    else:
+        section |= {key: kinds[:1] * count for key, kinds in lists.items()}
+        _correct(fit, size, count)
+    return {
+        name
+        for stem, numbers in stacks.items()
+        for name, number in numbers.items()
+        if number not in after.get(stem, {}).values()
+    }
+
+
+def _ranges(numbers: Collection[int]) -> str:
+    """Return numbers as text: "0 to 3", "0, 2"."""
+    ordered = sorted(numbers)
+    if len(ordered) > 2 and ordered[-1] - ordered[0] + 1 == len(ordered):
+        return f"{ordered[0]} to {ordered[-1]}"
+    return ", ".join(map(str, ordered[:_SHOWN])) + (", ..." if len(ordered) > _SHOWN else "")
+
+
+def _correct(fit: ConfigFit, size: StatedSize, value: int) -> None:
+    section: Any = size.section  # a part of the copy
+    section[size.key] = value
+    fit.corrections.append(f"{size.key}: {value} (was {size.value})")
+
+
+def _missing(
+    config: Mapping[str, Any],
+    structure: Structure,
+    old: Mapping[str, Shape],
+    new: Mapping[str, Shape],
+    removed: Collection[str],
+) -> list[str]:
+    """Return the weights of the model that are missing, unless all of them have other names."""
+    missing = [name for name in old if name not in new and name not in removed]
+    if Counter([old[n] for n in missing]) == Counter([s for n, s in new.items() if n not in old]):
+        return []  # renamed
+    is_tied = config.get("tie_word_embeddings") is True
+    weights = []
+    for name in missing:
+        info = structure[name]
+        if info.role in PARAMETERS and not (is_tied and info.slot == "output"):
+            weights.append(name)
+    return weights
+
+
+def _fit_axes(
+    fit: ConfigFit,
+    sizes: Mapping[str, StatedSize],
+    structure: Structure,
+    old: Mapping[str, Shape],
+    new: Mapping[str, Shape],
+) -> None:
+    """Correct the sizes that are extents of axes."""
+    extents: dict[str, set[tuple[int, int]]] = defaultdict(set)  # by the name of the axis
+    unexplained: dict[str, None] = {}
+    for name in [name for name in old if name in new]:
+        if len(old[name]) != len(new[name]):
+            unexplained[name] = None
+            continue
+        shapes = zip(old[name], new[name], strict=True)
+        for axis, pair in zip(structure[name].axes, shapes, strict=True):
+            size = _size_of(axis, pair[0], sizes)
+            if size is not None:
+                extents[size].add(pair)
+            elif pair[0] != pair[1]:
+                unexplained[name] = None
+    for axis, pairs in extents.items():
+        _fit_size(fit, axis, pairs, sizes)
+    if unexplained:
+        name = min(unexplained)
+        names = some(sorted(unexplained), most=_SHOWN)
+        fit.problems.append(f"other shapes than before: {names} ({old[name]} to {new[name]})")
+
+
+def _size_of(axis: str | None, extent: int, sizes: Mapping[str, StatedSize]) -> str | None:
+    """Return the name of the size that an axis has, or of the product; None if it is not clear."""
+    if axis is not None and (axis in sizes or "*" in axis):
+        return axis if axis not in sizes or sizes[axis].value == extent else None
+    names = [name for name, size in sizes.items() if size.value == extent]
+    return names[0] if len(names) == 1 else None
+
+
+def _fit_size(
+    fit: ConfigFit, axis: str, extents: set[tuple[int, int]], sizes: Mapping[str, StatedSize]
+) -> None:
+    """Correct a size if all axes that have it agree on a new one."""
+    if all(old == new for old, new in extents):
+        return
+    if axis == "vocab":
+        fit.has_fewer_tokens = any(new < old for old, new in extents)
+    if axis in _INDEPENDENT and len(extents) == 1:
+        _correct(fit, sizes[axis], next(iter(extents))[1])
+        return
+    stated = [f"{sizes[n].key} {sizes[n].value}" for n in axis.split("*") if n in sizes]
+    found = " and ".join([str(new) for _, new in sorted(extents)])
+    was = "" if axis in sizes else f" instead of {min(extents)[0]}"
+    fit.problems.append(f"{' and '.join(stated) or axis}: the tensors have {found}{was}")

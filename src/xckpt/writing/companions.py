@@ -1,0 +1,200 @@
+"""Files that describe a model, written beside a new file of its tensors.
+
+They come from the folder of the checkpoint that most tensors are read or computed from, as far as
+they still hold. The config gets the sizes and the element type of the new tensors, and no
+``quantization_config`` if values were decoded; it is left out if it does not fit otherwise. Names
+of code are removed, and code is never copied.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.elements import WIDE_FLOATS
+from xckpt.errors import CheckpointError, some
+from xckpt.formatting import counted
+from xckpt.opening import open_index
+from xckpt.opening.names import part_of
+from xckpt.quantization.config import parse_json
+from xckpt.storage import is_remote, local_path, new_file
+from xckpt.structure.config_fit import fit_config
+from xckpt.structure.info import Described
+from xckpt.writing.payloads import source_files
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from xckpt.formats.plan import WantedTensor
+    from xckpt.structure.config_fit import ConfigFit
+    from xckpt.writing.fitting import Changes
+    from xckpt.writing.payloads import Gathered
+    from xckpt.writing.targets import Target
+
+__all__ = ["Companions", "Origin", "companions_of", "origin_of"]
+
+_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
+# Files of transformers that describe a model: its tokenizer, and what holds if the config does.
+_OF_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "sentencepiece.bpe.model"),
+)
+_OF_MODEL = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+# Their JSON objects may name code.
+_PARSED = frozenset({_CONFIG, "tokenizer_config.json", "processor_config.json"})
+# Names that libraries look for in the place of "model": peft, mlx-lm, diffusers.
+_STEMS = frozenset({"adapter_model", "adapters", "diffusion_pytorch_model"})
+_LARGEST_NBYTES = 256 << 20
+_LARGEST_CONFIG_NBYTES = 16 << 20
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_CORRECTED = "config.json has new values, as the tensors have"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The checkpoint that most tensors of a new file are read or computed from."""
+
+    folder: Path
+    file_names: Sequence[str]
+    #: The tensors that are in the file, and those of the model; quantised ones differ.
+    stored: Sequence[Described]
+    decoded: Sequence[Described]
+
+    def stem(self, names: Collection[str]) -> str:
+        """Return the beginning of the file name that libraries look for, for these tensors."""
+        stems = [name.partition(".")[0] for name in self.file_names]
+        is_same_kind = any(tensor.name in names for tensor in self.stored)
+        return next((stem for stem in stems if stem in _STEMS and is_same_kind), "model")
+
+
+def origin_of(gathered: Gathered) -> Origin | None:
+    """Return the checkpoint that most tensors come from; None if it is unknown or remote."""
+    counts: Counter[str] = Counter()
+    for payload in gathered.payloads:
+        counts.update({file.name: None for file in source_files([payload])}.keys())
+    names = [name for name in counts or {gathered.opened: 1} if name and not is_remote(name)]
+    paths = {name: path for name in names if (path := Path(local_path(name))).exists()}
+    folders: Counter[Path] = Counter()
+    for name, path in paths.items():
+        folders[path if path.is_dir() else path.parent] += counts[name]
+    for folder, _ in folders.most_common(1):
+        files = [path for path in paths.values() if path.parent == folder]
+        is_single = len(files) == 1 and part_of(files[0].name) is None
+        place = files[0] if is_single else folder
+        with suppress(OSError, ValueError, CheckpointError):
+            stored, decoded = _tensors(place, whole=False), _tensors(place, whole=True)
+            return Origin(folder, [path.name for path in files], stored, decoded)
+    return None
+
+
+def _tensors(path: Path, *, whole: bool) -> list[Described]:
+    source, index = open_index(str(path), whole=whole, silent=True, missing="ignore")
+    source.close()
+    return [Described(t.name, t.dtype, t.shape) for t in index.tensors.values()]
+
+
+class Companions(NamedTuple):
+    """Files to write beside a new file by name: new contents, or a file to copy."""
+
+    contents: Mapping[str, bytes | Path]
+
+    def write(self, target: Target) -> None:
+        """Write all files; existing ones stay, unless they are to be overwritten."""
+        for name, content in self.contents.items():
+            path = Path(target.companion(name))
+            if path.exists() and not target.overwrite:
+                continue
+            if isinstance(content, bytes):
+                with new_file(str(path), overwrite=target.overwrite) as sink:
+                    sink.write(content, 0)
+                    sink.commit()
+            elif not (path.exists() and content.samefile(path)):
+                shutil.copyfile(content, path)
+
+
+def companions_of(
+    origin: Origin, tensors: Mapping[str, WantedTensor], changes: Changes
+) -> Companions:
+    """Return the files that describe the origin of tensors and still hold for them."""
+    after = [Described(t.name, t.dtype, t.shape) for t in tensors.values()]
+    is_stored = {t.name: t.dtype for t in origin.stored}.items() <= {
+        t.name: t.dtype for t in after
+    }.items()
+    before = origin.stored if is_stored else origin.decoded
+    names = [_CONFIG, _ADAPTER_CONFIG, *_OF_MODEL, *_OF_TOKENIZER]
+    files = {name: path for name in names if _is_readable(path := origin.folder / name)}
+    parsed = {name: _parsed(files[name]) for name in files if name in _PARSED}
+    fit = fit_config(parsed.get(_CONFIG) or {}, before, after)
+    if fit.missing and tensors.keys().isdisjoint(tensor.name for tensor in before):
+        return Companions({})  # such as updates, which describe another model
+    dropped = _reasons(fit, files, len(before))
+    for name in [name for name in files if name in dropped]:
+        changes.add(f"not copied from {origin.folder.name}/, as {dropped[name]}", name)
+    contents: dict[str, bytes | Path] = {}
+    for name, path in files.items():
+        if name in dropped or parsed.get(name, {}) is None:
+            continue
+        contents[name] = path
+        if name == _CONFIG:
+            for correction in fit.corrections:
+                changes.add(_CORRECTED, correction)
+            config = _with_types(fit.config, after, is_quantized=is_stored)
+            contents[name] = _json(config, parsed[name], path)
+        elif name in _PARSED:
+            contents[name] = _json(dict(parsed[name] or {}), parsed[name], path)
+    return Companions(contents)
+
+
+def _reasons(fit: ConfigFit, names: Collection[str], count: int) -> dict[str, str]:
+    """Return the files that do not hold for the new tensors, with the reasons."""
+    if fit.missing:
+        total = counted(count, "tensor")
+        reason = f"the file lacks {len(fit.missing)} of its {total}: {some(fit.missing, '', 3)}"
+        return dict.fromkeys(names, reason)
+    reasons = dict.fromkeys((_CONFIG, *_OF_MODEL) if fit.problems else (), "; ".join(fit.problems))
+    if fit.has_fewer_tokens:
+        reasons |= dict.fromkeys(_OF_TOKENIZER, "the vocabulary has fewer rows")
+    return reasons
+
+
+def _is_readable(path: Path) -> bool:
+    limit = _LARGEST_CONFIG_NBYTES if path.name in _PARSED else _LARGEST_NBYTES
+    return path.is_file() and path.stat().st_size <= limit
+
+
+def _parsed(path: Path) -> dict[str, Any] | None:
+    """Return a JSON object; None for any other content."""
+    with suppress(OSError, ValueError):
+        return parse_json(path.read_bytes())
+    return None
+
+
+def _json(config: dict[str, Any], before: dict[str, Any] | None, path: Path) -> bytes | Path:
+    """Return a configuration without names of code; the file itself if nothing changed."""
+    config.pop("auto_map", None)
+    if config == before:
+        return path
+    return json.dumps(config, indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
+
+
+def _with_types(
+    config: dict[str, Any], tensors: Sequence[Described], *, is_quantized: bool
+) -> dict[str, Any]:
+    """Set the element type of tensors in a config, and remove the quantisation of decoded ones."""
+    if not is_quantized:
+        config.pop("quantization_config", None)
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in WIDE_FLOATS:
+            sizes[tensor.dtype] += prod(tensor.shape)
+    for key in _DTYPE_KEYS:
+        if key in config and sizes:
+            config[key] = sizes.most_common(1)[0][0]
+    return config
