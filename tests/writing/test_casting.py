@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -13,12 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
+import xckpt
 from xckpt.arrays.converted import convert, element_type
 from xckpt.arrays.dense import elements
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
-from xckpt.errors import UnsupportedError
+from xckpt.errors import CheckpointWarning, UnsupportedError
 from xckpt.writing import save
 from xckpt.writing.fitting import choose_type
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Of one byte or two: all their values can be tried.
 SMALL = [name for name, e in ELEMENT_TYPES.items() if e.bits <= 16]
@@ -203,3 +207,125 @@ def test_element_types_of_dtypes() -> None:
     assert list(types.values()) == ["float32", "bool", None, None, None]
     assert element_type(np.dtype(ml_dtypes.float8_e5m2)) == "float8_e5m2"
     assert element_type(np.dtype([("a", "f4")])) is None
+
+
+class TestTypesOfResults:
+    """Arithmetic keeps types where people expect it, and says what it does not keep."""
+
+    COUNTER, IDS = "bn.num_batches_tracked", "embeddings.position_ids"
+
+    @pytest.fixture(autouse=True)
+    def _models(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        for number in range(3):
+            weight = np.full((4, 4), 1 + number / 4, ml_dtypes.bfloat16)
+            counter = np.array(100 + number)
+            ids = np.arange(5)[None]
+            tensors = {"fc.weight": weight, self.COUNTER: counter, self.IDS: ids}
+            save(tensors, f"{number}.safetensors")
+
+    def opened(self) -> list[xr.Dataset]:
+        return [xckpt.open(f"{number}.safetensors") for number in range(3)]
+
+    def types(self, ds: xr.Dataset, **options: Any) -> tuple[str, str, str]:
+        """Save, and return the types of the weight, the counter and the positions."""
+        ds.ckpt.save("out.safetensors", overwrite=True, **options)
+        tensors = xckpt.read_index("out.safetensors").tensors
+        weight, counter, ids = (tensors[n].dtype for n in ("fc.weight", self.COUNTER, self.IDS))
+        return weight, counter, ids
+
+    @pytest.mark.parametrize("write", ["arithmetic", "mean", "merge"])
+    def test_counters_and_constants_stay_integers(self, write: str) -> None:
+        a, b, c = self.opened()
+        whole = {
+            "arithmetic": (a + c) / 2,
+            "mean": xr.concat([a, c], "model").mean("model"),
+            "merge": a.ckpt.merge(c - a, scale=0.5),
+        }[write]
+        weight = "bfloat16" if write == "merge" else "float32"
+        assert self.types(whole) == (weight, "int64", "int64")
+        assert int(xckpt.open("out.safetensors")[self.COUNTER]) == 101
+        half = a.ckpt.merge(b - a, scale=0.5) if write == "merge" else (a + b) / 2
+        with pytest.warns(CheckpointWarning, match=r"1 element rounded to int64.*num_batches"):
+            assert self.types(half) == (weight, "int64", "int64")
+        assert int(xckpt.open("out.safetensors")[self.COUNTER]) == 100
+        assert xckpt.open("out.safetensors")[self.IDS].values.tolist() == [[0, 1, 2, 3, 4]]
+
+    @pytest.mark.filterwarnings("ignore:.*scales is missing")
+    def test_codes_become_floats(self) -> None:
+        save({"fc.qweight": np.arange(4, dtype="i4")}, "codes.safetensors")
+        (xckpt.open("codes.safetensors") / 2).ckpt.save("out.safetensors")
+        assert xckpt.open("out.safetensors")["fc.qweight"].values.tolist() == [0, 0.5, 1, 1.5]
+
+    def test_dtype_is_the_type_of_floats(self) -> None:
+        a, _, c = self.opened()
+        for ds in (a, (a + c) / 2):
+            types = self.types(ds, dtype="float16", cast="allow")
+            assert types == ("float16", "int64", "int64")
+        xckpt.convert("0.safetensors", "new.safetensors", dtype="float32")
+        assert xckpt.read_index("new.safetensors")[self.COUNTER].dtype == "int64"
+        every = {"*": {"dtype": "float32"}}
+        assert self.types(a, encoding=every) == ("float32",) * 3
+
+    def test_a_cast_of_decoded_values_is_written(self) -> None:
+        a = self.opened()[0]
+        assert self.types(a)[0] == "bfloat16"
+        assert self.types(a.astype("float32"))[0] == "float32"
+        assert self.types(a.drop_encoding())[0] == "float32"
+        assert self.types(a.astype("bfloat16"))[0] == "bfloat16"
+
+    def test_numpy_scalars_make_float64_with_a_warning(self) -> None:
+        a, _, c = self.opened()
+        weights = np.array([0.5, 0.5])
+        mixed = weights[0] * a + weights[1] * c
+        with pytest.warns(CheckpointWarning, match=r"float\(factor\).*: 'fc\.weight'$"):
+            assert self.types(mixed)[0] == "float64"
+        assert self.types(mixed, dtype="float32", cast="allow")[0] == "float32"
+        assert self.types((a + c).astype("float64"))[0] == "float64"
+
+    def test_merged_sums_are_rounded_once(self) -> None:
+        a, _, c = self.opened()
+        merged = a.ckpt.merge((c - a).ckpt.find("fc.*") / 3)
+        exact = np.float32(1) + np.float32(0.5) / np.float32(3)
+        assert self.types(merged, dtype="float32")[0] == "float32"
+        assert float(xckpt.open("out.safetensors")["fc.weight"][0, 0]) == float(exact)
+        assert self.types(merged)[0] == "bfloat16"
+        rounded = float(exact.astype(ml_dtypes.bfloat16))
+        assert float(merged["fc.weight"][0, 0]) == rounded
+        assert float(xckpt.open("out.safetensors")["fc.weight"][0, 0]) == rounded
+
+    WRITERS: ClassVar[dict[str, Any]] = {
+        "convert": lambda **how: xckpt.convert("large.safetensors", "out.safetensors", **how),
+        "save": lambda **how: (xckpt.open("large.safetensors") * 1).ckpt.save(
+            "out.safetensors", **how
+        ),
+        "delayed": lambda **how: (
+            (xckpt.open("large.safetensors") * 1)
+            .ckpt.save("o.safetensors", compute=False, **how)
+            .compute()
+        ),
+        "loaded": lambda **how: (
+            xckpt.open("large.safetensors").load().ckpt.save("o.safetensors", **how)
+        ),
+        "sharded": lambda **how: (xckpt.open("large.safetensors") * 1).ckpt.save(
+            "out.safetensors", max_shard_size=10, **how
+        ),
+    }
+
+    @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+    @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+    def test_values_that_become_infinite_are_counted(self, dtype: str, write: Any) -> None:
+        w = np.array([1e5, 1, np.inf, np.nan, -7e4, 0], "f4")
+        save({"w": w, "v": np.full((3, 3), 3e38, "f4"), "fine": w[1:2]}, "large.safetensors")
+        text = f"11 elements too large for {dtype} written as infinity or NaN: '[vw]', '[vw]';"
+        with pytest.warns(CheckpointWarning, match=text):
+            write(dtype=dtype, cast="allow")
+
+    def test_infinities_of_the_source_are_no_loss(self) -> None:
+        save({"w": np.array([np.inf, np.nan, 1], "f4")}, "large.safetensors")
+        xckpt.convert("large.safetensors", "out.safetensors", dtype="float16", cast="allow")
+
+    def test_nothing_in_common_is_a_warning(self) -> None:
+        save(xr.Dataset({"other": ("x", np.ones(3))}, attrs={"config": "x"}), "o.safetensors")
+        with pytest.warns(CheckpointWarning, match="no tensors; arithmetic keeps only those"):
+            (xckpt.open("o.safetensors") + self.opened()[0]).ckpt.save("out.safetensors")

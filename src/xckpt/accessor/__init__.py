@@ -508,15 +508,11 @@ class CheckpointAccessor(Generic[Obj]):
         """Whether the object was opened from a checkpoint or derived from one."""
         if self.format is not None or self._is_result:
             return True
-        import dask.array as da
-
-        from xckpt.arrays.graph import TensorLayer
+        from xckpt.arrays.graph import lazies_in
 
         # Some operations drop the encoding; the graphs of arrays still begin with the file.
         variables = (v for node in self._nodes() for v in node.variables.values())
-        arrays = [data_of(v) for v in islice(variables, _MOST_TRIED)]
-        graphs = [getattr(data.dask, "layers", {}) for data in arrays if isinstance(data, da.Array)]
-        return any(isinstance(layer, TensorLayer) for graph in graphs for layer in graph.values())
+        return any(lazies_in(data_of(variable)) for variable in islice(variables, _MOST_TRIED))
 
     @property
     def _is_result(self) -> bool:

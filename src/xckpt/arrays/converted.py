@@ -57,6 +57,7 @@ __all__ = [
     "as_bytes",
     "bytes_of",
     "convert",
+    "count_lost",
     "densified",
     "element_type",
     "holds",
@@ -73,6 +74,9 @@ Cast = Literal["exact", "allow", "never"]
 BLOCK_NBYTES = 8 << 20
 # Largest tensor whose axes are turned in memory as a whole.
 _TURNED_NBYTES = 64 << 20
+
+# Relative difference of a computed number from an integer that is no rounding.
+_NOISE = 1e-6
 
 _NOTHING = np.zeros(0, np.bool_)
 
@@ -186,6 +190,8 @@ class Converted(ByteStream):
         #: Whether its axes are turned in memory, rather than by reading rows of the other order.
         self.is_small = stored <= _TURNED_NBYTES
         self.whole = self.is_dask
+        #: Numbers of elements that conversions lost, a block at a time; see `count_lost`.
+        self.lost: list[int] = []
         if isinstance(array, DenseArray):
             is_late = self.is_small if self.is_turned else array.reader.is_checked
             self.whole = array.is_stream or is_late
@@ -195,14 +201,19 @@ class Converted(ByteStream):
         per_byte, itemsize = (2, 1) if self.is_packed else (1, stored_dtype(self.dtype).itemsize)
         count = prod(self.array.shape)
         first, last = start * per_byte // itemsize, min(stop * per_byte // itemsize, count)
-        blocks: Iterator[Array] = (
-            convert(values, self.dtype, self.cast, tensor=self.name, position=self._counted(at))
-            for at, (values,) in self.elements(first, last, buffer)
-        )
+        blocks = self._converted(first, last, buffer)
         for block in _packed(blocks) if self.is_packed else blocks:
             data = np.frombuffer(as_bytes(block), np.uint8)
             yield start, (data,)
             start += len(data)
+
+    def _converted(self, first: int, last: int, buffer: Array) -> Iterator[Array]:
+        for at, (values,) in self.elements(first, last, buffer):
+            position = self._counted(at)
+            block = convert(values, self.dtype, self.cast, tensor=self.name, position=position)
+            if self.cast == "allow":
+                self.lost.append(count_lost(values, block))
+            yield block
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
         """Return the byte ranges of the whole array with its first bytes, if they are known."""
@@ -406,6 +417,34 @@ def _can_lose(dtype: np.dtype[Any], name: str, cast: Cast) -> bool:
     if source is not None and holds(name, source):
         return False
     return cast != "allow" or ELEMENT_TYPES[name].range is not None
+
+
+def count_lost(values: Array, converted: Array) -> int:
+    """Return how many finite elements became infinite or NaN, or were rounded to integers."""
+    limit = _limit(values.dtype, converted.dtype)
+    if limit is None or not values.size:
+        return 0
+    if converted.dtype.kind in "iub":
+        difference = np.abs(values - np.rint(values))
+        return int(np.count_nonzero(difference > _NOISE * np.maximum(1, np.abs(values))))
+    if max(float(values.max()), -float(values.min())) <= limit:  # False if there are NaN
+        return 0
+    with np.errstate(all="ignore"):
+        return int(np.count_nonzero(np.isfinite(values) & ~np.isfinite(converted)))
+
+
+@lru_cache
+def _limit(wide: np.dtype[Any], narrow: np.dtype[Any]) -> float | None:
+    """Return the largest number of a type; None if it holds all finite numbers of another."""
+    before, after = ELEMENT_TYPES.get(wide.name), ELEMENT_TYPES.get(narrow.name)
+    if before is None or after is None or "complex" in {before.kind, after.kind}:
+        return None
+    if after.range is not None:
+        return None if before.float_format is None else float(after.range[1])
+    if after.float_format is None:
+        return None
+    largest = before.float_format.largest if before.float_format else max(before.range or (0,))
+    return after.float_format.largest if largest > after.float_format.largest else None
 
 
 @lru_cache

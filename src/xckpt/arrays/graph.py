@@ -69,6 +69,15 @@ def lazy_of(array: Any) -> LazyArray | None:
     return graph.lazy if isinstance(graph, TensorGraph) and graph.name == array.name else None
 
 
+def lazies_in(array: Any) -> dict[str, LazyArray]:
+    """Return the lazy arrays that an array is or is computed from, by the names of their layers."""
+    lazy = lazy_of(array)
+    if lazy is not None:
+        return {array.name: lazy}
+    layers = array.dask.layers if isinstance(array, da.Array) else {}
+    return {n: layer.lazy for n, layer in layers.items() if isinstance(layer, TensorLayer)}
+
+
 def is_stored(array: Any) -> bool:
     """Return whether an object is an unchanged array of `tensor_array`."""
     return lazy_of(array) is not None

@@ -7,7 +7,7 @@ that are written in the type of the model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import dask.array as da
 import numpy as np
@@ -19,6 +19,7 @@ from xckpt.datasets.stacking import unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, rebuild
 from xckpt.errors import UnsupportedError, shown, some, warn
 from xckpt.structure.facts import model_facts
+from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -197,16 +198,34 @@ def _merged(name: str, variable: xr.Variable, changes: Sequence[_Change]) -> xr.
                 f"{list(adapter.shape)}"
             )
         array = change.apply(array)
-    array = _rounded(array, variable.encoding)
     encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
-    return xr.Variable(variable.dims, array, variable.attrs, encoding)
+    rounded = _rounded(array, encoding)
+    encoding["rounded"] = _Rounded(rounded.name, array)
+    return xr.Variable(variable.dims, rounded, variable.attrs, encoding)
+
+
+class _Rounded(NamedTuple):
+    """Values before they are rounded to the type of the model."""
+
+    name: str  # of the rounded dask array, which shows that it is unchanged
+    array: Any
+
+
+def unrounded(variable: xr.Variable) -> Any:
+    """Return the values of `merge` before they are rounded; None if the variable was changed."""
+    rounded = variable.encoding.get("rounded")
+    if isinstance(rounded, _Rounded) and getattr(data_of(variable), "name", 0) == rounded.name:
+        return rounded.array
+    return None
 
 
 def _wide(array: Any) -> Any:
-    """Return an array in a type for sums: float32 for half precision and integers."""
+    """Return an array in a type for sums: float32 for half precision, or float64 for integers."""
     lazy = da.asarray(array)
-    is_wide = lazy.dtype.kind in "fc" and lazy.dtype.itemsize >= np.dtype("f4").itemsize
-    return lazy if is_wide else lazy.astype(np.float32)
+    if lazy.dtype.kind in "fc" and lazy.dtype.itemsize >= np.dtype("f4").itemsize:
+        return lazy
+    is_integer = lazy.dtype.kind in "iu" and lazy.dtype.itemsize >= np.dtype("i4").itemsize
+    return lazy.astype(np.float64 if is_integer else np.float32)
 
 
 def _rounded(array: Any, encoding: Mapping[Any, Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import dask.array as da
 
-from xckpt.arrays.graph import TensorLayer, lazy_of
+from xckpt.arrays.graph import lazies_in, lazy_of
 from xckpt.formatting import base_name, counted
 from xckpt.upstream.xarray_variables import data_of
 
@@ -63,19 +63,13 @@ class _Uses:
         """Add the array of a variable."""
         if not isinstance(array, da.Array):
             return
-        lazy = lazy_of(array)
-        if lazy is not None:
-            self.needs.append(self._read(lazy))
-            self.in_memory.append(frozenset())
-            return
         opened: set[Opened] = set()
-        for name, layer in getattr(array.dask, "layers", {}).items():
-            if isinstance(layer, TensorLayer):
-                if name not in self._by_layer:
-                    self._by_layer[name] = self._read(layer.lazy)
-                opened |= self._by_layer[name]
+        for name, lazy in lazies_in(array).items():
+            if name not in self._by_layer:
+                self._by_layer[name] = self._read(lazy)
+            opened |= self._by_layer[name]
         self.needs.append(opened)
-        layers = getattr(array.dask, "layers", ())
+        layers = () if lazy_of(array) is not None else array.dask.layers
         self.in_memory.append(frozenset([n for n in layers if n.startswith(_IN_MEMORY)]))
 
     def _read(self, lazy: LazyArray) -> set[Opened]:

@@ -14,7 +14,7 @@ import xarray as xr
 from dask.utils import parse_bytes
 
 from xckpt.arrays import read_later
-from xckpt.arrays.graph import TensorLayer, lazy_of
+from xckpt.arrays.graph import TensorLayer, lazies_in, lazy_of
 from xckpt.datasets.listing import list_arrays
 from xckpt.datasets.making import make_dataset
 from xckpt.datasets.mappings import as_dataset_of_one
@@ -190,14 +190,8 @@ class OpenTensors:
     def origins(self, most: int) -> list[str]:
         """Return the files that the first variables are computed from, while they are lazy."""
         arrays = [data_of(variable) for variable in islice(self.variables.values(), most)]
-        layers = [
-            layer
-            for array in arrays
-            if isinstance(array, da.Array)
-            for layer in getattr(array.dask, "layers", {}).values()
-            if isinstance(layer, TensorLayer)
-        ]
-        origins = [origin for layer in layers for origin in islice(layer.lazy.tensor_origins, 1)]
+        lazies = [lazy for array in arrays for lazy in lazies_in(array).values()]
+        origins = [origin for lazy in lazies for origin in islice(lazy.tensor_origins, 1)]
         opened = [origin.opened for origin in origins]
         return list(dict.fromkeys([files.source for files in opened if files is not None]))
 

@@ -92,15 +92,18 @@ class Requests:
     """The user's storage options by glob of tensor names; ``encoding=`` of `xckpt.save`."""
 
     def __init__(self, encoding: Mapping[str, Mapping[str, Any]] | None, dtype: Any = None) -> None:
-        for_all = [] if dtype is None else [("*", {"dtype": dtype})]
         self._requests = [
             (glob, re.compile(translate(glob)).match, _parse_request(glob, options))
-            for glob, options in [*for_all, *(encoding or {}).items()]
+            for glob, options in (encoding or {}).items()
         ]
+        # Of floats, unless it is a type of integers itself.
+        self._dtype = None if dtype is None else _parse_request("*", {"dtype": dtype})["dtype"]
 
-    def of(self, name: str) -> dict[str, Any]:
-        """Return the options for a tensor; if several globs match, later ones win."""
+    def of(self, name: str, dtype: str) -> dict[str, Any]:
+        """Return the options for a tensor of a type; if several globs match, later ones win."""
         request: dict[str, Any] = {}
+        if self._dtype is not None and (_is_float(dtype) or not _is_float(self._dtype)):
+            request["dtype"] = self._dtype
         for glob, matches, options in self._requests:
             # Brackets are special in globs, but a name that is spelled with them matches too.
             if glob == name or matches(name):
@@ -115,6 +118,12 @@ class Requests:
                 similar = ", ".join(map(shown, get_close_matches(glob, names, n=3)))
                 hint = f"; similar names: {similar}" if similar else ""
                 raise ValueError(f"encoding: {shown(glob)} matches no tensor{hint}")
+
+
+def _is_float(dtype: str) -> bool:
+    """Return whether a type, or the values of a quantised one, are not integers."""
+    element = ELEMENT_TYPES.get(dtype)
+    return element is None or element.range is None
 
 
 def _parse_request(glob: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,8 +216,7 @@ class Fitting:
                 name = shaped.name
                 if name in fitted:
                     raise ValueError(f"two tensors are called {shown(name)}")
-                if stored.dtype != shaped.dtype:
-                    self.changes.recast[shaped.dtype, stored.dtype] += 1
+                self._note_type(shaped, stored)
                 attrs, unsupported = _split_attrs(stored.attrs, can.tensor_attrs)
                 for key in unsupported:
                     if can.arrangement and is_json(key) and is_json(unsupported[key]):
@@ -225,6 +233,12 @@ class Fitting:
         arrangement = self._arrangement(gathered.arrangement.of(fitted), can)
         draft = Draft(fitted, file_attrs, path, arrangement, extra_attrs, gathered.attr_types)
         return draft, fitted
+
+    def _note_type(self, before: Payload, after: Payload) -> None:
+        if before.dtype != after.dtype:
+            self.changes.recast[before.dtype, after.dtype] += 1
+        elif after.widened:
+            self.changes.add(after.widened, after.name)
 
     def _stored_forms(
         self, payload: Payload, request: Mapping[str, Any], names: set[str]
@@ -245,12 +259,12 @@ class Fitting:
     ) -> Iterator[tuple[Payload, dict[str, Any]]]:
         """Yield tensors with their requests; a quantised weight yields its stored tensors."""
         for payload in payloads:
-            request = self.requests.of(payload.name)
+            request = self.requests.of(payload.name, payload.dtype)
             if not payload.stored or request.get("layout") == "dense":
                 yield payload, request
                 continue
             for stored in payload.stored:
-                options = request | self.requests.of(stored.name)
+                options = request | self.requests.of(stored.name, stored.dtype)
                 if "dtype" in options:
                     raise UnsupportedError(
                         "the element type of codes and scales cannot be chosen",
@@ -314,6 +328,8 @@ class Fitting:
             dtype = request.get("dtype", part.dtype)
             dtype = choose_type(dtype, can.types_for(part.shape), self.cast, tensor=name)
             if dtype != part.dtype:
+                data = {role: tensor.unrounded} if tensor.unrounded is not None else tensor.data
+                tensor = replace(tensor, data=data, rounds=False)
                 parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
         elif "dtype" in request:
             reason = f"the element type of a {tensor.layout} tensor cannot be chosen"

@@ -25,17 +25,21 @@ from xckpt.arrays.converted import (
     is_sparse,
 )
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.graph import lazy_of
+from xckpt.arrays.graph import lazies_in, lazy_of
 from xckpt.arrays.lazy import UnreadableArray
+from xckpt.datasets.combining import unrounded
 from xckpt.datasets.losses import losses
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.tensors import OpenTensors
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError
 from xckpt.formats.plan import WantedPart
 from xckpt.index import Arrangement, Tensor
 from xckpt.labels import AxisNamer, explicit_name
 from xckpt.opening import open_index
+from xckpt.structure import Structure
 from xckpt.structure.dims import infer_dims
+from xckpt.structure.info import PARAMETERS, Described, Role
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of, is_in_memory
 from xckpt.writing.payloads import Gathered, Payload, Unchanged
 from xckpt.writing.sparse_parts import sparse_parts
@@ -57,6 +61,12 @@ __all__ = [
     "unmodified_array",
 ]
 
+_WIDENED = (
+    "float64, though no source is, as with factors that are numpy scalars; float(factor) or "
+    "dtype='float32' avoids it"
+)
+# Names of dask's layers; others, such as casts and quantiles, choose their type.
+_ARITHMETIC = ("add-", "sub-", "mul-", "truediv-", "pow-", "neg-")
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
 
 
@@ -72,6 +82,8 @@ class Computed(NamedTuple):
     dtype: str
     is_sparse: bool
     dims: tuple[str | None, ...] | None
+    rounds: bool = False  # to integers
+    widened: str = ""  # see `Payload`
 
     def payload(self) -> Payload:
         """Return the tensor with the parts and data to write."""
@@ -91,7 +103,15 @@ class Computed(NamedTuple):
         order: Any = "C" if self.is_sparse else encoding.get("stored_order", "C")
         attrs, path = self.variable.attrs, self.variable.encoding.get("path")
         common = self.name, self.dtype, array.shape, parts, layout, order, attrs, self.dims
-        return Payload(*common, path=path, data=data, values=values)
+        return Payload(
+            *common,
+            path=path,
+            data=data,
+            values=values,
+            rounds=self.rounds,
+            unrounded=unrounded(self.variable),
+            widened=self.widened,
+        )
 
 
 def note_losses(obj: Any, changes: Changes) -> None:
@@ -102,7 +122,7 @@ def note_losses(obj: Any, changes: Changes) -> None:
         for name in loss.names:
             changes.add(str(loss), name)
     was_opened = "format" in obj.encoding
-    if isinstance(obj, xr.Dataset) and not (was_opened or obj.variables or obj.attrs):
+    if isinstance(obj, xr.Dataset) and not (was_opened or obj.variables):
         change = "it has no tensors; arithmetic keeps only those that both sides have"
         changes.add(change, "Dataset")
 
@@ -276,6 +296,8 @@ def _tensor(
     lazy: Any = unmodified_array(variable)
     attrs, path = variable.attrs, variable.encoding.get("path")
     origin = None if lazy is None else lazy.origin
+    if origin is not None and not _encoding(variable) and origin.tensor.dtype != lazy.dtype.name:
+        return _computed(name, variable, dims)  # the user asked for the values as they are
     if origin is not None and origin.role is None:
         tensor = replace(origin.tensor.named(name), attrs=attrs, dims=dims, path=path)
         if origin.tensor.stored is not None and tensor.stored is None:
@@ -359,7 +381,27 @@ def _computed(name: str, variable: xr.Variable, dims: tuple[str | None, ...] | N
         stored = element_type(before) or dtype
         # numpy has no 32-bit booleans: they are bool in memory, and their stored type is uint32.
         dtype = "bool32" if (dtype, stored) == ("bool", "uint32") else stored
-    return Computed(name, variable, array, dtype, is_stored_sparse, dims)
+    computed = Computed(name, variable, array, dtype, is_stored_sparse, dims)
+    return computed if array.dtype.kind != "f" else _in_source_type(computed)
+
+
+def _in_source_type(computed: Computed) -> Computed:
+    """Return a tensor in the type of the integers that it is computed from; note wider floats.
+
+    Only counters and constants stay integers, and no codes.
+    """
+    name, array = computed.name, computed.array
+    types = {element_type(lazy.dtype) or "" for lazy in lazies_in(array).values()} - {""}
+    stored = ELEMENT_TYPES[computed.dtype]
+    integers = [stored.name] if stored.range is not None else list(types)
+    if len(integers) == 1 and ELEMENT_TYPES[integers[0]].range is not None:
+        role = Structure([Described(name, integers[0], array.shape)])[name].role
+        if role not in PARAMETERS and role is not Role.SCALE:
+            return computed._replace(dtype=integers[0], rounds=True)
+    is_wide = stored.name == "float64" and types and "float64" not in types
+    if is_wide and array.name.startswith(_ARITHMETIC):
+        return computed._replace(widened=_WIDENED)
+    return computed
 
 
 def _encoding(variable: xr.Variable) -> Mapping[Any, Any]:

@@ -11,6 +11,7 @@ file order (`xckpt.writing.streaming`). Finally the files are renamed
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
 from functools import partial
 from itertools import accumulate, product
 from math import inf, prod
@@ -26,14 +27,16 @@ from xckpt.arrays.converted import (
     StoredBytes,
     as_bytes,
     convert,
+    count_lost,
     packed_codes,
 )
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.keys import chunks_along_slowest
 from xckpt.arrays.parts import PartReader
-from xckpt.elements import nbytes_of, stored_dtype
-from xckpt.errors import CheckpointError, UnsupportedError
+from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
+from xckpt.errors import CheckpointError, UnsupportedError, some, warn
 from xckpt.formats.plan import PlannedPart, WantedPart, Written
+from xckpt.formatting import counted
 from xckpt.index import Part, strides_of
 from xckpt.interrupts import uninterrupted
 from xckpt.opening.configs import CONFIGS
@@ -157,6 +160,8 @@ class WriteJob:
             # Parts without an offset keep their order, after the others.
             parts.sort(key=lambda planned: inf if planned.offset is None else planned.offset)
             self._files.append(_FileToWrite(name, file_plan, parts))
+        self._stored_types = [(data.name, data.dtype) for data, _, _ in self._stores]
+        self._counters = {name for name, payload in payloads.items() if payload.rounds}
         # The ranges that are written to by memory maps.
         self._reserved = [
             (file, offset, prod(data.array.shape) * stored_dtype(data.dtype).itemsize)
@@ -173,6 +178,7 @@ class WriteJob:
     ) -> PlannedPart:
         """Add the source of its bytes to a planned part; dask arrays are computed before."""
         # `file` and `spool_number` are positions among the temporary files; see `_begin`.
+        cast = "allow" if payload.rounds else cast
         data = payload.part_bytes(planned.role, planned.part, cast)
         if not isinstance(data, Converted) or not data.is_dask:
             return planned._replace(data=data)
@@ -194,12 +200,15 @@ class WriteJob:
             try:
                 try:
                     self._begin(sinks)
+                    lost: Sequence[int] = ()
                     if self._stores:
                         import dask
 
                         places = [sink.place for sink in sinks]
-                        dask.compute(*self._store(places, bar.name))
-                    return self._finish(sinks, bar)
+                        lost = dask.compute(*self._store(places, bar.name))
+                    nbytes = self._finish(sinks, bar)
+                    self._warn_of_lost(lost)
+                    return nbytes
                 finally:
                     _abort(sinks)
             finally:
@@ -251,9 +260,32 @@ class WriteJob:
         for number, offset, nbytes in self._reserved:
             sinks[number].reserve(offset, nbytes)
 
-    def _end(self, sinks: list[Sink], _tasks: Any) -> None:
-        """Finish the files; the last task of `delayed`, which waits for `_tasks`."""
+    def _end(self, sinks: list[Sink], lost: Sequence[int]) -> None:
+        """Finish the files; the last task of `delayed`, which waits for those of `_store`."""
         self._finish(sinks, Progress(False, ""))  # noqa: FBT003  no bar
+        self._warn_of_lost(lost)
+
+    def _warn_of_lost(self, lost: Sequence[int]) -> None:
+        """Warn of elements that rounding lost; `lost` has their numbers for each dask array."""
+        counts: dict[str, Counter[str]] = defaultdict(Counter)  # by element type and tensor
+        streams = [planned.data for file in self._files for planned in file.parts]
+        converted = [data for data in streams if isinstance(data, Converted)]
+        for data in converted:
+            counts[data.dtype][data.name] += sum(data.lost)
+        for (name, dtype), count in zip(self._stored_types, lost, strict=False):
+            counts[dtype][name] += count
+        for dtype, by_tensor in counts.items():
+            names = [name for name in by_tensor if by_tensor[name]]
+            total = counted(by_tensor.total(), "element")
+            if ELEMENT_TYPES[dtype].kind == "float" and names:
+                warn(
+                    f"{self.target.path}: {total} too large for {dtype} written as infinity or "
+                    f"NaN: {some(names)}; bfloat16 has the range of float32"
+                )
+            names = [name for name in names if name in self._counters]
+            if names:
+                text = "counters and constants stay integers"
+                warn(f"{self.target.path}: {total} rounded to {dtype}, as {text}: {some(names)}")
 
     def _finish(self, sinks: list[Sink], bar: Progress) -> int:
         """Stream all remaining parts, and rename the files."""
@@ -340,8 +372,8 @@ def write_job(
     path, writer = target.path, fitting.writer
     origin = origin_of(gathered) if target.is_folder else None
     if origin is not None:
-        names = {payload.name for payload in gathered.payloads}
-        target = target.in_folder(origin.stem(names))
+        tensor_names = {payload.name for payload in gathered.payloads}
+        target = target.in_folder(origin.stem(tensor_names))
         attrs = {
             key: value for key, value in gathered.attrs.items() if f"{key}.json" not in CONFIGS
         }
@@ -412,7 +444,7 @@ class _ArrayTarget(NamedTuple):
 
 
 def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Delayed:
-    """Return a task that ends after a task per chunk has written it to an existing file."""
+    """Return a task that counts lost elements, after a task per chunk has written to a file."""
     # One layer for all chunks. `map_blocks` would run the task that makes the file a second time.
     import dask
     from dask.delayed import Delayed
@@ -443,19 +475,19 @@ def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Dela
         (name, *position): (write, (data.array.name, *position), file.key, list(origin))
         for position, origin in zip(np.ndindex(data.array.numblocks), origins, strict=True)
     }
-    layer[name] = (len, list(layer))
+    layer[name] = (sum, list(layer))
     graph = HighLevelGraph.from_collections(name, layer, dependencies=[data.array, file])
     return Delayed(name, graph)
 
 
-def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequence[int]) -> None:
-    """Convert a chunk and write it to its place."""
+def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequence[int]) -> int:
+    """Convert a chunk and write it to its place; return how many elements are lost."""
     # Axes are in the order of the file from here on.
     is_turned = target.order == "F"
     values = np.asarray(block).T if is_turned else np.asarray(block)
     if values.dtype.kind == target.declared.kind == "f":
         values = values.astype(target.declared, copy=False)
-    first = origin[::-1] if is_turned else origin
+    first, lost = origin[::-1] if is_turned else origin, 0
     with place.named():
         fileno = open_file(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
         try:
@@ -470,11 +502,13 @@ def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequenc
                     return place[::-1] if is_turned else place
 
                 options: Any = {"tensor": target.tensor, "position": position}
-                piece = convert(piece, target.dtype, target.cast, **options)
-                _write_run(place.path, fileno, target, piece, start)
+                converted = convert(piece, target.dtype, target.cast, **options)
+                lost += count_lost(piece, converted) if target.cast == "allow" else 0
+                _write_run(place.path, fileno, target, converted, start)
         finally:
             os.close(fileno)
     report(target.observer, nbytes_of(target.dtype, values.size))
+    return lost
 
 
 def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
