@@ -599,3 +599,25 @@ class TestRules:
         index, _ = indexed(gguf_file(entries, [], b""))
         assert index.attrs == {f"k{k}": v for k, (_, v) in values.items()} | {"k9": [[[5]]]}
         assert index.attrs["k7"] is True
+
+
+@pytest.mark.parametrize(
+    ("names", "attrs", "text"),
+    [
+        (["model.layers.0.mlp.up_proj.weight"], {}, r"convert_hf_to_gguf.*: 'model\.layers\.0"),
+        (["blk.0.ffn_up.weight"], {}, r"missing in ds\.attrs.*: 'general\.architecture'"),
+        (["blk.0.ffn_up.weight"], {"general.architecture": "llama"}, ""),
+        (["double_blocks.0.weight", "conv.weight"], {}, ""),
+    ],
+    ids=["names of transformers", "no architecture", "complete", "another model"],
+)
+def test_a_model_that_llama_cpp_cannot_load_is_a_warning(
+    names: list[str], attrs: dict[str, str], text: str, tmp_path: Path
+) -> None:
+    ds = xr.Dataset({name: (("a", "b"), np.ones((4, 32), "f4")) for name in names}, attrs=attrs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        xckpt.save(ds, tmp_path / "m.gguf")
+    assert [re.search(text, str(warning.message)) is None for warning in caught] == [False] * bool(
+        text
+    )

@@ -295,21 +295,13 @@ class TestTypesOfResults:
         assert float(xckpt.open("out.safetensors")["fc.weight"][0, 0]) == rounded
 
     WRITERS: ClassVar[dict[str, Any]] = {
-        "convert": lambda **how: xckpt.convert("large.safetensors", "out.safetensors", **how),
-        "save": lambda **how: (xckpt.open("large.safetensors") * 1).ckpt.save(
-            "out.safetensors", **how
+        "convert": lambda _, **how: xckpt.convert("large.safetensors", "o.safetensors", **how),
+        "save": lambda ds, **how: (ds * 1).ckpt.save("o.safetensors", **how),
+        "delayed": lambda ds, **how: (
+            (ds * 1).ckpt.save("o.safetensors", compute=False, **how).compute()
         ),
-        "delayed": lambda **how: (
-            (xckpt.open("large.safetensors") * 1)
-            .ckpt.save("o.safetensors", compute=False, **how)
-            .compute()
-        ),
-        "loaded": lambda **how: (
-            xckpt.open("large.safetensors").load().ckpt.save("o.safetensors", **how)
-        ),
-        "sharded": lambda **how: (xckpt.open("large.safetensors") * 1).ckpt.save(
-            "out.safetensors", max_shard_size=10, **how
-        ),
+        "loaded": lambda ds, **how: ds.load().ckpt.save("o.safetensors", **how),
+        "sharded": lambda ds, **how: (ds * 1).ckpt.save("o.safetensors", max_shard_size=10, **how),
     }
 
     @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
@@ -319,7 +311,7 @@ class TestTypesOfResults:
         save({"w": w, "v": np.full((3, 3), 3e38, "f4"), "fine": w[1:2]}, "large.safetensors")
         text = f"11 elements too large for {dtype} written as infinity or NaN: '[vw]', '[vw]';"
         with pytest.warns(CheckpointWarning, match=text):
-            write(dtype=dtype, cast="allow")
+            write(xckpt.open("large.safetensors"), dtype=dtype, cast="allow")
 
     def test_infinities_of_the_source_are_no_loss(self) -> None:
         save({"w": np.array([np.inf, np.nan, 1], "f4")}, "large.safetensors")

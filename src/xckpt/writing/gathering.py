@@ -398,7 +398,8 @@ def _in_source_type(computed: Computed) -> Computed:
         role = Structure([Described(name, integers[0], array.shape)])[name].role
         if role not in PARAMETERS and role is not Role.SCALE:
             return computed._replace(dtype=integers[0], rounds=True)
-    is_wide = stored.name == "float64" and types and "float64" not in types
+    floats = {name for name in types if ELEMENT_TYPES[name].float_format is not None}
+    is_wide = stored.name == "float64" and floats and "float64" not in floats
     if is_wide and array.name.startswith(_ARITHMETIC):
         return computed._replace(widened=_WIDENED)
     return computed

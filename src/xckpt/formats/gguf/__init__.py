@@ -67,7 +67,7 @@ _LONGEST_LIST = 256
 _MOST_NESTED = 1 << 16
 _MOST_ALIKE = 16  # names that are equal after escaping
 _MOST_PADDING = 1 << 12  # bytes that are compared with zero
-_ALIGNED = "general.alignment"
+_ALIGNED, _ARCHITECTURE = "general.alignment", "general.architecture"
 # The attribute of a tensor with the name of another tensor: a factor that is not applied yet.
 _SCALE = "scale_tensor"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
@@ -150,7 +150,8 @@ class Gguf(Format):
         head += b"".join([*entries, *infos])
         # A file without tensors is not padded.
         start = kit.aligned(len(head), alignment) if infos else len(head)
-        return Plan.headed(head, place_parts(tensors, starts, start), start + starts[-1])
+        plan = Plan.headed(head, place_parts(tensors, starts, start), start + starts[-1])
+        return replace(plan, losses=_unloadable(draft.tensors, attrs))
 
     def _info(self, tensor: WantedTensor, offset: int, *, long_names: bool) -> bytes:
         name = kit.check_text("the name", tensor.name, tensor.name).encode()
@@ -170,6 +171,24 @@ class Gguf(Format):
 
 
 _compiled = cache(struct.Struct)
+
+# Names of layers in models of other libraries, and names of llama.cpp.
+_OF_OTHERS = re.compile(r"(?:.+\.)?(?:layers?|h|blocks?)\.[0-9]+\..+")
+_OF_MODELS = re.compile(r"blk\.[0-9]+\..+|token_embd\.weight")
+
+
+def _unloadable(names: Iterable[str], attrs: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return why llama.cpp cannot load a language model, with the names concerned."""
+    if _ARCHITECTURE in attrs:
+        return {}
+    names = list(names)
+    others = [name for name in names if _OF_OTHERS.fullmatch(name)]
+    if others:
+        hint = "its convert_hf_to_gguf.py gives names and metadata"
+        return {f"no {_ARCHITECTURE}, and names that llama.cpp does not load; {hint}": others}
+    if any(map(_OF_MODELS.fullmatch, names)):
+        return {"missing in ds.attrs, and llama.cpp loads no model without it": [_ARCHITECTURE]}
+    return {}
 
 
 def _is_power(number: int) -> bool:
