@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask.array as da
@@ -12,11 +14,10 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.documented import write_models
 from xckpt.errors import CheckpointWarning, UnsupportedError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     Array = np.ndarray[Any, np.dtype[Any]]
 
 Q, K, FC, EMBED, CONV, BIAS, NORM = (
@@ -269,3 +270,57 @@ class TestObjects:
 def test_updates_of_names_without_a_module() -> None:
     merged = xckpt.open({"embed": np.ones((2, 3), "f4")}).ckpt.merge({"embed": np.ones((2, 3))})
     np.testing.assert_array_equal(merged["embed"], 2)
+
+
+class TestOperandsOfUpdates:
+    """Arithmetic of adapters and updates names what it drops, and multiplies the right axes."""
+
+    @pytest.fixture(autouse=True)
+    def _models(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        write_models(tmp_path)
+        factors = xckpt.open("adapter")
+        first = [name for name in factors if ".layers.0." in str(name)]
+        Path("small").mkdir()
+        factors[first].ckpt.save("small/adapter_model.safetensors")
+        shutil.copy("adapter/adapter_config.json", "small/adapter_config.json")
+
+    def test_sums_of_updates_name_what_they_drop(self) -> None:
+        total = xckpt.open("adapter").ckpt.updates() + xckpt.open("small").ckpt.updates()
+        text = r"2 of 4 tensors of adapter missing.*: 'model\.layers\.1\.self_attn\.[qv]_proj"
+        with pytest.warns(CheckpointWarning, match=text):
+            total.ckpt.save("sum.safetensors")
+        with pytest.warns(CheckpointWarning, match=text):
+            xckpt.open("base.safetensors").ckpt.merge(total)
+        assert "2 of 4 tensors of adapter missing" in repr(total.ckpt)
+
+    def test_sums_of_task_vectors_name_what_they_drop(self) -> None:
+        base, a, b = (xckpt.open(f"{n}.safetensors") for n in ("base", "model-1", "decoder"))
+        with pytest.warns(CheckpointWarning, match=r"3 of 21 tensors of model-1\.safetensors"):
+            base.ckpt.merge((a - base) + (b - base))
+        both = base.ckpt.merge(a - base).ckpt.merge(b - base)
+        both.ckpt.save("both.safetensors")
+        assert len(xckpt.open("both.safetensors")) == 21
+
+    def test_factors_are_multiplied_along_the_rank(self) -> None:
+        ds, base = xckpt.open("adapter"), xckpt.open("base.safetensors")
+        name = "model.layers.0.self_attn.q_proj"
+        a, b = (ds[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+        product = b @ a
+        np.testing.assert_allclose(product, b.values @ a.values, rtol=1e-5, atol=1e-7)
+        weight = base[f"{name}.weight"] + 2 * product
+        assert weight.dims == base[f"{name}.weight"].dims
+        merged = base.ckpt.merge("adapter")[f"{name}.weight"]
+        np.testing.assert_allclose(weight, merged, rtol=2**-7, atol=2**-7)
+
+    def test_axes_in_another_order_are_named(self) -> None:
+        name, norm = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
+        base = xckpt.open("base.safetensors")
+        scaled = base.drop_vars(name).assign({name: base[norm] * base[name]})
+        assert scaled[name].dims == ("embd", "head*key")
+        text = r"another order.*transpose\('head\*key', 'embd'\)"
+        with pytest.warns(CheckpointWarning, match=text):
+            scaled.ckpt.save("scaled.safetensors")
+        in_order = scaled.assign({name: scaled[name].transpose(*base[name].dims)})
+        in_order.ckpt.save("scaled.safetensors", overwrite=True)
+        base.drop_vars(name).assign({name: base[name].T}).ckpt.save("turned.safetensors")

@@ -15,9 +15,11 @@ import xarray as xr
 
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
 from xckpt.datasets.adapters import Adapter, match_bases
+from xckpt.datasets.losses import losses
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, rebuild
 from xckpt.errors import UnsupportedError, shown, some, warn
+from xckpt.formatting import base_name
 from xckpt.structure.facts import model_facts
 from xckpt.upstream.xarray_variables import data_of
 
@@ -36,6 +38,11 @@ Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
 def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: float | None) -> Obj:
     """Return a model with an adapter, or with updates if `adapters` is empty, added to it."""
+    model = OpenTensors(obj)
+    bases = {base_name(source) for source in (model.source, *model.origins(1))}
+    for loss in losses(changes):
+        if loss.source not in bases:  # whose tensors stay
+            warn(f"{loss}: {some(loss.names)}")
     if not adapters:
         adapters, scale = _updates(changes, scale), 1.0 if scale is None else scale
     _require_supported(adapters, changes, scale)

@@ -19,16 +19,16 @@ from xckpt.formatting import base_name, counted
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from typing import Any
 
     from xckpt.arrays.lazy import LazyArray, Opened
     from xckpt.datasets.tensors import OpenTensors
 
-__all__ = ["Loss", "losses"]
+__all__ = ["IN_MEMORY", "Loss", "losses"]
 
-# Layers of arrays in memory, as dask names them.
-_IN_MEMORY = "array-"
+#: Beginning of the names of layers of arrays in memory, as dask names them.
+IN_MEMORY = "array-"
 
 
 class Loss(NamedTuple):
@@ -43,7 +43,7 @@ class Loss(NamedTuple):
         tensors = f"{len(self.names)} of {counted(self.opened, 'tensor')} of {self.source}"
         return (
             f"{tensors} missing, as arithmetic keeps the tensors that both sides have "
-            "(base.ckpt.merge(other) keeps all of base)"
+            "(base.ckpt.merge(other) keeps all of base, and may be called for each of several)"
         )
 
 
@@ -70,7 +70,7 @@ class _Uses:
             opened |= self._by_layer[name]
         self.needs.append(opened)
         layers = () if lazy_of(array) is not None else array.dask.layers
-        self.in_memory.append(frozenset([n for n in layers if n.startswith(_IN_MEMORY)]))
+        self.in_memory.append(frozenset([n for n in layers if n.startswith(IN_MEMORY)]))
 
     def _read(self, lazy: LazyArray) -> set[Opened]:
         opened = set()
@@ -117,26 +117,46 @@ def losses(tensors: OpenTensors) -> list[Loss]:
 def _in_result(opened: Opened, read: set[str], names: set[str]) -> dict[str, str]:
     """Return the opened tensors by the names that they have in the result.
 
-    Tensors of a step of a run have ``step.200.`` in front. Without such a relation, as between an
-    adapter and its base, there are none.
+    Tensors of a step of a run have ``step.200.`` in front, and factors of an adapter have more than
+    the name of their module. Without such a relation, as between an adapter and its base, there are
+    none.
     """
     if not read.isdisjoint(names):
-        prefixes = [""]
+        forms = {_Form("", "", "")}
     else:
-        prefixes = list(dict.fromkeys([p for name in read if (p := _prefix(name, names))]))
-    return {
-        name.removeprefix(prefix): name
-        for prefix in prefixes
-        for name in opened.names
-        if name.startswith(prefix)
-    }
+        modules = {_module(name): name for name in names}
+        forms = {form for name in read for form in _forms(name, names, modules)}
+    in_result = {}
+    for prefix, suffix, leaf in forms:
+        for name in opened.names:
+            if name.startswith(prefix) and name.endswith(suffix):
+                in_result[name[len(prefix) : len(name) - len(suffix)] + leaf] = name
+    return in_result
 
 
-def _prefix(name: str, names: set[str]) -> str:
-    """Return the beginning of a name up to a dot, if the remainder is among the names."""
+class _Form(NamedTuple):
+    """The name of an opened tensor, around the part that it shares with one of a result."""
+
+    prefix: str
+    suffix: str
+    leaf: str  # the end of the name in the result
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _forms(name: str, names: set[str], modules: Mapping[str, str]) -> Iterator[_Form]:
+    """Yield the relation of an opened tensor to the result, at its first dot that shows one."""
     start = name.find(".") + 1
     while start:
         if name[start:] in names:
-            return name[:start]
+            yield _Form(name[:start], "", "")
+            return
+        end = len(name)
+        while (end := name.rfind(".", start, end)) > start:
+            if name[start:end] in modules and "." in name[start:end]:
+                leaf = modules[name[start:end]].removeprefix(name[start:end])
+                yield _Form(name[:start], name[end:], leaf)
+                return
         start = name.find(".", start) + 1
-    return ""

@@ -6,6 +6,8 @@ or the sizes of the model (`xckpt.structure.axes`), or its family (`xckpt.struct
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from xckpt.structure.axes import axes_by_facts
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
     Axes = tuple[str | None, ...]
     Shape = tuple[int, ...]
+
+
+# Names of PEFT, with or without the name of an adapter, and of kohya.
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>A|B|down|up)(?P<adapter>(?:\.[^.]+)?)\.weight")
 
 
 def axes_of(index: Index) -> Mapping[str, Axes]:
@@ -90,9 +96,10 @@ def _infer(
     declared = [tensor.declared for tensor in tensors]
     has_facts = facts.naming or any(declared)
     by_facts = axes_by_facts(tensors, facts) if has_facts else {}
+    factors = _axes_of_factors(tensors)
     if family is None:
-        return by_facts
-    by_family: Mapping[str, Axes] = family.dims
+        return {**factors, **by_facts} if factors else by_facts
+    by_family: Mapping[str, Axes] = {**factors, **family.dims} if factors else family.dims
     for name, axes in by_facts.items():
         if name not in by_family:
             continue
@@ -103,6 +110,26 @@ def _infer(
         elif _have_same_outputs(axes, family.describe(name)):
             by_facts[name] = tuple([b or a for a, b in zip(axes, names, strict=True)])
     return {**by_family, **by_facts} if by_facts else by_family
+
+
+def _axes_of_factors(tensors: Sequence[Tensor | Described]) -> dict[str, Axes]:
+    """Return the axes of the two matrices of LoRA, where both have the rank.
+
+    The axes of a square product have the names of a square matrix without names.
+    """
+    pairs: dict[tuple[str, str], dict[str, Tensor | Described]] = defaultdict(dict)
+    for tensor in tensors:
+        match = _FACTOR.fullmatch(tensor.name) if "lora_" in tensor.name else None
+        if match is not None and len(tensor.shape) == 2:
+            pairs[match["module"], match["adapter"]][match["side"]] = tensor
+    axes: dict[str, Axes] = {}
+    for pair in pairs.values():
+        for inner, outer in (("A", "B"), ("down", "up")):
+            if {inner, outer} <= pair.keys() and pair[inner].shape[0] == pair[outer].shape[1]:
+                size, is_square = pair[inner].shape[1], pair[inner].shape[1] == pair[outer].shape[0]
+                rows, columns = (f"d{size}_1", f"d{size}_2") if is_square else (None, None)
+                axes |= {pair[inner].name: ("rank", columns), pair[outer].name: (rows, "rank")}
+    return axes
 
 
 def _have_same_outputs(axes: Axes, place: Place | None) -> bool:

@@ -28,7 +28,7 @@ from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import lazies_in, lazy_of
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.datasets.combining import unrounded
-from xckpt.datasets.losses import losses
+from xckpt.datasets.losses import IN_MEMORY, losses
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.elements import ELEMENT_TYPES
@@ -65,6 +65,7 @@ _WIDENED = (
     "float64, though no source is, as with factors that are numpy scalars; float(factor) or "
     "dtype='float32' avoids it"
 )
+_TURNED = "axes in another order than in the model, as after vector * matrix; this restores it"
 # Names of dask's layers; others, such as casts and quantiles, choose their type.
 _ARITHMETIC = ("add-", "sub-", "mul-", "truediv-", "pow-", "neg-")
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
@@ -250,8 +251,12 @@ def _iter_tensors(
             if isinstance(lazy, UnreadableArray):
                 changes.lost[name] = lazy.error().located(path=lazy.source.name)
             else:
-                dims = _dims(name, variable, inferred.get(name, ()), same_format=same_format)
-                yield _tensor(name, variable, dims, changes)
+                axes = inferred.get(name, ())
+                dims = _dims(name, variable, axes, same_format=same_format)
+                tensor = _tensor(name, variable, dims, changes)
+                if isinstance(tensor, Computed) and _is_turned(tensor, axes):
+                    changes.add(_TURNED, f"{name}.transpose{axes}")
+                yield tensor
         elif tensor_name in joined:
             parts = joined.pop(tensor_name)
             arrays: dict[str, Any] = {
@@ -383,6 +388,17 @@ def _computed(name: str, variable: xr.Variable, dims: tuple[str | None, ...] | N
         dtype = "bool32" if (dtype, stored) == ("bool", "uint32") else stored
     computed = Computed(name, variable, array, dtype, is_stored_sparse, dims)
     return computed if array.dtype.kind != "f" else _in_source_type(computed)
+
+
+def _is_turned(tensor: Computed, axes: tuple[str, ...]) -> bool:
+    """Return whether arithmetic of several arrays gave the axes another order than the model's."""
+    dims, array = tensor.variable.dims, tensor.array
+    if dims == axes or sorted(map(str, dims)) != sorted(axes):
+        return False
+    in_memory = [
+        n for n in getattr(getattr(array, "dask", None), "layers", ()) if n.startswith(IN_MEMORY)
+    ]
+    return len(lazies_in(array)) + len(in_memory) > 1
 
 
 def _in_source_type(computed: Computed) -> Computed:
