@@ -96,6 +96,12 @@ def test_a_selection_is_no_whole_model_and_an_error_leaves_no_folder() -> None:
         xckpt.convert("base", "out/")
 
 
+@pytest.mark.parametrize("name", ["out", "out/31"])
+def test_a_name_without_an_ending_may_be_a_folder(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"a folder as target ends in a slash: '{name}/'"):
+        xckpt.open("base").ckpt.save(name, max_shard_size=300)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("has_index", [False, True])
 def test_shards_of_another_model_are_refused(

@@ -396,7 +396,7 @@ def convert(
         number = int(np.argmax(lost))
         index = np.unravel_index(number, lost.shape)
         place = list(map(int, index)) if position is None else list(position(number))
-        hint = "cast='allow' rounds; ds.drop_encoding() writes the values as they are"
+        hint = "cast='allow' rounds; without dtype=, ds.drop_encoding() writes values as they are"
         if cast == "allow":
             hint = "Convert it with .astype(...) first"
         reason = f"element {place} is {values[index]}, which {name} cannot hold"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import dask.array as da
+import ml_dtypes  # noqa: F401  so that numpy knows "bfloat16": ds.astype("bfloat16")
 import numpy as np
 import xarray as xr
 

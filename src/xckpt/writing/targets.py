@@ -161,13 +161,15 @@ def _format_of(path: str) -> str:
         if not matches and name.endswith(format.own_suffixes):
             formats.writable(format.name)  # raises an error that lists the writable formats
     hint, choices = "", ", ".join(map(repr, matches))
+    ending = os.path.splitext(name)[1]  # noqa: PTH122
     if not matches:
         writable = [format for format in formats.loaded() if format.can.types]
         suffixes = [suffix for format in writable for suffix in format.suffixes]
-        ending = os.path.splitext(name)[1]  # noqa: PTH122
         for similar in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
             hint = f" (did you mean {similar!r}?)"
         choices = ", ".join(repr(format.name) for format in writable)
+    if not matches and not ending:
+        hint = f" (a folder as target ends in a slash: {path + '/'!r})"
     problem = "several programs use" if matches else "no format that is written has"
     raise ValueError(
         f"{problem} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {choices}"  # noqa: PTH119
