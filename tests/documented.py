@@ -26,6 +26,12 @@ from xckpt.sample import write_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
+#: The config of the models of `write_models`.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8,
+    "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 32, "tie_word_embeddings": False,
+}  # fmt: skip
 _QUANTIZED = {"DeepSeek-V3": "fp8_block_deepseek_shards", "Llama-3.1-8B-AWQ": "awq_gemm_group32"}
 
 
@@ -286,6 +292,10 @@ def write_models(folder: Path) -> None:
         target = folder / f"{path}.safetensors"
         target.parent.mkdir(parents=True, exist_ok=True)
         xckpt.save(base if path == "base" else tuned(), target)
+    for name in ("model-1", "model-2"):
+        (folder / "hf" / name).mkdir(parents=True)
+        shutil.copy(folder / f"{name}.safetensors", folder / "hf" / name / "model.safetensors")
+        (folder / "hf" / name / "config.json").write_text(json.dumps(LLAMA))
     more = {n: np.concatenate([w, w[:4]]) if len(w) == 32 else w for n, w in tuned().items()}
     xckpt.save(more, folder / "more-tokens.safetensors")
     decoder = {name: array for name, array in tuned().items() if "layers" in name}

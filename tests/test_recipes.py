@@ -18,7 +18,7 @@ import pytest
 import xarray as xr
 
 import xckpt
-from tests.documented import write_models
+from tests.documented import LLAMA, write_models
 from tests.test_docs import PAGES
 from xckpt.errors import CheckpointWarning
 
@@ -31,11 +31,6 @@ BLOCKS = PAGES["docs/how-to/combine"]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BFLOAT16_EPS = 2.0**-7
 TYPES = {"BF16": BFLOAT16, "F16": np.dtype("f2"), "F32": np.dtype("f4")}
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8,
-    "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "vocab_size": 32, "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

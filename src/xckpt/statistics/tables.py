@@ -283,8 +283,11 @@ def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
     axis = "bin" if "bin" in result.dims else "statistic"
     for name, variable in variables:
         if axis not in variable.dims:
-            reason = f"{shown(str(name))} has no dimension {axis!r}: not a result of stats"
-            raise ValueError(f"{reason}. Of a checkpoint: ds.ckpt.stats().ckpt.table()")
+            raise ValueError(
+                f"{shown(str(name))} has no dimension {axis!r}: not a result of stats. Of a "
+                "checkpoint, ds.ckpt.stats().ckpt.table() has statistics of each tensor, and "
+                "ds.ckpt.structure() names and roles"
+            )
     # Transpose only if necessary, because it takes longer than the rest of a call.
     return [(n, v if v.dims[0] == axis else v.transpose(axis, ...)) for n, v in variables]
 
