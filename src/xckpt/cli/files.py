@@ -220,7 +220,7 @@ class _WritableFormat(click.Choice[str]):
 @click.option("--compression", metavar="NAME", help="zstd, zstd-seekable, deflate, ... or none.")
 @click.option("--level", metavar="N", help="Level of the compression, 1 to 22.")
 @click.option("--digest", metavar="NAME", help="crc32c, sha256, ... or none.")
-@click.option("--dtype", metavar="TYPE", help="Element type of all tensors: float32, bf16, ...")
+@click.option("--dtype", metavar="TYPE", help="Element type of all floats: float32, bf16, ...")
 @click.option(
     "--encode",
     "encodings",

@@ -79,8 +79,10 @@ def save(
 
     The new file appears under its name only when it is complete: it is written next to its
     destination and renamed. After an error, Ctrl-C or a full disk, an old file is unchanged.
-    Unchanged variables of an opened checkpoint are copied as stored; computed ones are converted
-    back to the element type that they were stored with.
+    Unchanged variables of an opened checkpoint are copied as stored. Values that were changed in
+    place, or by ``merge``, are converted back to the element type that they were stored with.
+    Results of arithmetic have the type of their values, float32 for half precision; counters and
+    constants of integers stay integers.
 
     Parameters
     ----------
@@ -88,12 +90,12 @@ def save(
         Data to write. Variables become tensors, and so do coordinates with numbers.
     path : str or os.PathLike
         The new file, a path or an fsspec URL; or a folder, ``"out/"``, which gets
-        ``model.safetensors``, and configuration and tokenizer of the source if they still hold.
+        ``model.safetensors``, and configuration and tokenizer of the source as far as they fit.
     engine : str, optional
         Name of the format; inferred from the suffix of `path` by default.
     dtype : str, optional
-        Element type of all tensors: ``"float32"``, ``"bf16"``, ... Short for ``encoding={"*":
-        {"dtype": ...}}``.
+        Element type of all floats: ``"float32"``, ``"bf16"``, ... Integers keep their type, unless
+        this is one of integers; ``encoding={"*": {"dtype": ...}}`` is the type of all tensors.
     encoding : mapping of str to mapping, optional
         Storage options by glob of tensor names: ``compression`` (``"zstd"``,
         ``"zstd-seekable"`` or None), ``level`` (1 to 22), ``digest`` (``"crc32c"``,
@@ -128,7 +130,8 @@ def save(
     Warns
     -----
     CheckpointWarning
-        If data is dropped or changes its form; the warning lists the changes.
+        If data is dropped or changes its form, such as finite values that become infinite; the
+        warning lists the changes.
 
     Examples
     --------
@@ -204,7 +207,7 @@ def convert(
         names that stay the same; a pair is used as by `re.sub`. Values of renamed tensors are
         copied as well.
     dtype : str, optional
-        Element type of all tensors, as for `xckpt.save`.
+        Element type of all floats, as for `xckpt.save`.
     encoding : mapping of str to mapping, optional
         Storage options by glob of tensor names, as for `xckpt.save`.
     cast : {"exact", "allow", "never"}
