@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.comparison.arrangements import Cropped, Reshaped, arranged, undone
 from xckpt.comparison.division import divisions
+from xckpt.comparison.explaining.names import spelled
 from xckpt.comparison.explaining.outcome import (
     ALONE,
     SIDES,
@@ -231,5 +232,6 @@ def _described(
             holds=not failed and conversion.is_in_order,
             is_known=is_known,
             other_names=tuple(others),
+            joint=() if is_part else (conversion.words, *[spelled(n).template for n in others]),
         )
     return explanations

@@ -191,6 +191,7 @@ def _explanations(
         is_known=is_known,
         heads=heads.pop() if len(heads) == 1 else None,
         other_names=names,
+        joint=(layout, *[spelled(name).template for name in names]),
     )
     return explanations
 

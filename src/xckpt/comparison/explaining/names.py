@@ -329,9 +329,10 @@ def out_of_order(orders: Sequence[Order], names: Collection[str]) -> set[int]:
         roles[whole.template][tuple([part.template for part in parts])] += 1
     shift = _shift((parts[0], whole) for whole, parts in zip(wholes, rows, strict=True))
     for n, (parts, whole) in enumerate(zip(rows, wholes, strict=True)):
-        # All parts belong to the layer of the joined tensor.
-        layers = {part.numbers[0] for part in parts if part.numbers}
-        is_elsewhere = whole.numbers and layers and layers != {whole.numbers[0] - shift}
+        # All parts belong to the layer of the joined tensor; ranks may have numbers, too.
+        columns = list(zip(*[part.numbers for part in parts if part.numbers], strict=False))
+        layers = [{number - shift} for number in whole.numbers]
+        is_elsewhere = layers and columns and not any(set(column) in layers for column in columns)
         is_other = any(
             are_other_roles(part, orders[n].whole)
             or _owner(part, names) not in {"", orders[n].whole}

@@ -110,6 +110,8 @@ class Explanation:
     relation: str = ""
     #: The steps from the elements of `a` to those of `b`.
     steps: tuple[Step, ...] = ()
+    #: The layout of a tensor that consists of several, and the forms of their names.
+    joint: tuple[str, ...] = ()
     #: The `PAIR_COLUMNS` of the elements that belong together; None if they were not compared.
     measures: tuple[float, ...] | None = None
     #: Whether all elements are equal, which any order of them explains.
@@ -124,7 +126,14 @@ class Explanation:
     def layout(self) -> tuple[str, ...]:
         """The changes that siblings have in common, in contrast to rounding."""
         offset = f"{self.offset:+.9g}" if self.offset else ""
-        return (*[step.done for step in self.steps], offset)
+        steps = [step.words if step.cause == "transposed" else step.done for step in self.steps]
+        return (*steps, offset, *self.joint)
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether it is explained by numbers of its own, and not as a part of another tensor."""
+        is_part = bool({"fused", "split", "merged"} & set(self.causes)) and not self.joint
+        return self.verified and not is_part and not self.is_constant
 
     @property
     def outcome(self) -> Outcome:

@@ -154,8 +154,11 @@ class Work:
         is_padded = any(isinstance(step, Padded) for step in steps)
         return Link(names, orders, self.places.offset(names), is_padded)
 
-    def verify(self, tried: Sequence[tuple[int, tuple[Step, ...]]]) -> list[bool]:
-        """Return, for cases and steps, whether the steps relate all elements of the tensors."""
+    def verify(self, tried: Sequence[tuple[int, tuple[Step, ...]]]) -> list[bool | None]:
+        """Return, for cases and steps, whether the steps relate all elements of the tensors.
+
+        The result is None if the steps do not fit the shapes.
+        """
         links: dict[int, Link] = {}
         names = {case.match.name: case for case in self.cases if case.status == ALONE[1]}
         for number, (n, steps) in enumerate(tried):
@@ -170,7 +173,9 @@ class Work:
                 pair_names = ours.name, theirs.name
                 links[number] = Link(pair_names, [order], self.places.offset(pair_names))
         examine(list(links.values()), self.bar, certain=True)
-        return [n in links and links[n].relation is not None for n in range(len(tried))]
+        return [
+            links[n].relation is not None if n in links else None for n in range(len(tried))
+        ]
 
     def settled(self, explanations: Explanations) -> Explanations:
         """Return the explanations, and store those that only describe a change for a later pass."""

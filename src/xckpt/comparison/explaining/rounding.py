@@ -147,7 +147,7 @@ def rounding_chains(y: Array, kinds: tuple[str, str]) -> Iterator[tuple[str, ...
     yield ()
     source, kind = kinds
     bits = FRACTION_BITS.get(kind, 0)
-    source_bits = 99 if source not in FRACTION_BITS else FRACTION_BITS[source]
+    source_bits = FRACTION_BITS.get(source, 99)
     last: tuple[str, ...] = ()
     if (kind in FRACTION_BITS and is_lossy(source, kind)) or (
         "float" in kind and kind_named(kind).exact and kind != source
