@@ -41,8 +41,9 @@ _BEYOND = {"q2_k": 8.0}
 _USUALLY_BEYOND = 4.0
 # Arithmetic in another order changes the last digits of a float32.
 _SLACK = 1e-6
-# Numbers this close to the middle of two levels, in steps, may be rounded to either.
-_TIE = 1e-3
+# Errors of float32 arithmetic, relative to the farthest level: numbers this close to the middle of
+# two levels may be rounded to either.
+_TIE = 2.0**-21
 
 
 # --- deterministic quantisers ---------------------------------------------------------------------
@@ -66,11 +67,14 @@ class Quantiser(NamedTuple):
             values = np.ascontiguousarray(y, F32).reshape(blocks.shape)
             nearest = np.rint(codes)
             is_held = values == scale * nearest + low
-            # Implementations round halves differently, and may have rounded before.
-            is_tie = np.abs(np.abs(codes - nearest) - 0.5) < _TIE
+            # Arithmetic in another order may lead to the other side of a tie.
+            distance = np.abs(np.abs(codes - nearest) - 0.5)
+            is_tie = distance < _TIE * (1 + np.abs(codes))
             if is_tie.any():
-                other_code = nearest + np.sign(codes - nearest)
+                other_code = nearest + np.where(codes < nearest, F32(-1), F32(1))
                 is_held |= is_tie & (values == scale * other_code + low)
+                is_held[distance == 0] = False
+                is_held |= _ties_held(codes, values, scale, low, distance == 0)
         flat: Array = is_held.reshape(-1)
         return flat
 
@@ -81,6 +85,15 @@ class Quantiser(NamedTuple):
             codes, scale, low = self.repeat(blocks)
             numbers: Array = (scale * np.rint(codes) + low).reshape(-1)
         return numbers
+
+
+def _ties_held(codes: Array, values: Array, scale: Array, low: Array, is_tie: Array) -> Array:
+    """Return a mask of exact ties that follow one rule; implementations have different ones."""
+    rules = (np.rint(codes), np.floor(codes + F32(0.5)), np.ceil(codes - F32(0.5)),
+             np.copysign(np.floor(np.abs(codes) + F32(0.5)), codes))  # fmt: skip
+    masks = [is_tie & (values == scale * rounded + low) for rounded in rules]
+    best: Array = max(masks, key=np.count_nonzero)
+    return best
 
 
 def _half(values: Array) -> Array:
@@ -170,9 +183,9 @@ class TableQuantiser(Quantiser):
                 table, inverse = _TABLES[self.name], _inverse(scale)
                 chosen = table[_nearest(table, values * inverse)]
                 decoded = rounded((scale * chosen).reshape(-1)).reshape(blocks.shape)
-                error = np.abs(blocks * inverse - chosen)
-                least = np.abs(blocks * inverse - levels)
-                is_held |= (values == decoded) & (error <= least * (1 + _TIE))
+                codes = blocks * inverse
+                error, least = np.abs(codes - chosen), np.abs(codes - levels)
+                is_held |= (values == decoded) & (error <= least + _TIE * np.abs(codes))
         flat: Array = is_held.reshape(-1)
         return flat
 
