@@ -21,7 +21,13 @@ from xckpt.comparison.arrangements import (
     undone,
 )
 from xckpt.comparison.explaining.joints import Joint, JointPart, joints_between
-from xckpt.comparison.explaining.names import analogous, out_of_order, spelled
+from xckpt.comparison.explaining.names import (
+    Order,
+    analogous,
+    begun_alike,
+    out_of_order,
+    spelled,
+)
 from xckpt.comparison.explaining.outcome import ALONE, SIDES, Explanation, quoted, related, unlike
 from xckpt.comparison.explaining.sketches import groups_of
 from xckpt.comparison.explaining.verification import Link, Side, examine
@@ -61,16 +67,13 @@ def joined(work: Work) -> Explanations:
         ]
         likely = joints_between(_representatives(*varied), varied[1], parts_are_padded=not side)
         explanations |= _explained(work, likely, side)
-        explanations |= _explained(
-            work,
-            _by_analogy(
-                work,
-                [sketch for n, sketch in ours.items() if n not in explanations],
-                [sketch for n, sketch in theirs.items() if n not in explanations],
-                side,
-            ),
-            side,
-        )
+        for find in (_by_analogy, _in_stacks):
+            wholes_of_side, parts_of_side = (
+                [sketch for n, sketch in tensors.items() if n not in explanations]
+                for tensors in (ours, theirs)
+            )
+            likely = find(work, wholes_of_side, parts_of_side, side)
+            explanations |= _explained(work, likely, side)
     return explanations
 
 
@@ -217,6 +220,33 @@ def _by_analogy(
                     del free[name]
                 break
     return analogies
+
+
+def _in_stacks(
+    work: Work, wholes: Sequence[Sketched], parts: Sequence[Sketched], side: int
+) -> list[Joint]:
+    """Return stacks whose names begin like those of verified stacks, such as of norms."""
+    free = {part.name: part for part in parts}
+    orders = [joint.order for number, joint in work.joints if number == side and joint.is_stack]
+    for n, explanation in work.explanations.items():
+        match = work.cases[n].match
+        if explanation.verified and explanation.joint[:1] == ("stacked",):
+            reader = match.theirs if side else match.ours
+            orders += [Order(reader.name, explanation.other_names)] if reader is not None else []
+    stacks = []
+    for whole in wholes:
+        for order in orders:
+            names = begun_alike(order, whole.name) or ()
+            members = [free[name] for name in names if name in free]
+            shapes = {member.shape for member in members}
+            if len(members) == len(order.parts) and {(len(members), *s) for s in shapes} == {
+                whole.shape
+            }:
+                places = [JointPart(part, k, k + 1, (), 0.0) for k, part in enumerate(members)]
+                stacks.append(Joint(whole, 0, tuple(places), is_stack=True))
+                free = {name: part for name, part in free.items() if name not in names}
+                break
+    return stacks
 
 
 def _stem(name: str) -> str:

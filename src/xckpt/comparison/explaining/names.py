@@ -422,3 +422,13 @@ def analogous(sibling: Order, whole: str) -> tuple[str, ...] | None:
             numbers = (moved, *numbers[1:])
         names.append(_filled(stem_of_part + (last if end == leaf else end), numbers))
     return tuple(names)
+
+
+def begun_alike(sibling: Order, whole: str) -> tuple[str, ...] | None:
+    """Return the parts of a tensor whose name begins like a sibling's, such as in one stack."""
+    fronts = [front for part in sibling.parts for front in _fronts(part, sibling.whole)]
+    begins = {begin for _, begin in fronts}
+    begin = begins.pop() if len(begins) == 1 else ""
+    if len(fronts) < len(sibling.parts) or not begin or not whole.startswith(begin):
+        return None
+    return tuple([front + whole.removeprefix(begin) for front, _ in fronts])
