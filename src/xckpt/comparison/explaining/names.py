@@ -175,6 +175,7 @@ class Rules:
         keeps_numbers = keeps_numbers or self._keep_numbers()
         broken = {}
         back = Rules((b, a) for a, b in self.pairs)
+        sides = [_numbers_of(names) for names in (names_of_a, names_of_b)]
         for a, b in self.pairs:
             expected, origin = self.expected(a, names_of_b), back.expected(b, names_of_a)
             if origin is not None and origin[0] != a and origin[1] > back.support(b, a):
@@ -186,7 +187,14 @@ class Rules:
             elif keeps_numbers:
                 numbers, numbers_of_b = self._numbers(spelled(a)), spelled(b).numbers
                 are_all = len(_DIGITS.findall(a)) == len(_DIGITS.findall(b))
-                if are_all and len(numbers) == len(numbers_of_b) and numbers != numbers_of_b:
+                is_other = len(numbers) == len(numbers_of_b) and numbers != numbers_of_b
+                if (
+                    are_all
+                    and is_other
+                    and not _are_counted_from_elsewhere(
+                        *(side[spelled(n).template] for side, n in zip(sides, (a, b), strict=True))
+                    )
+                ):
                     broken[a] = ""
         for a in self._disordered():
             broken.setdefault(a, "")
@@ -246,6 +254,25 @@ class Rules:
                 if _exchange_is_likelier(*(_DIGITS.sub("", name) for name in (a, b, c, d))):
                     yield a, d
                     yield c, b
+
+
+def _numbers_of(names: Iterable[str]) -> dict[str, list[tuple[int, ...]]]:
+    """Return the numbers of the names of each template, in order."""
+    numbers: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for name in names:
+        numbers[spelled(name).template].append(spelled(name).numbers)
+    return defaultdict(list, {template: sorted(group) for template, group in numbers.items()})
+
+
+def _are_counted_from_elsewhere(
+    ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]
+) -> bool:
+    """Return whether all tensors of a kind have numbers with one offset, as ``mid.block_1``."""
+    offsets = {
+        tuple(n - m for m, n in zip(first, second, strict=True))
+        for first, second in zip(ours, theirs, strict=False)
+    }
+    return len(ours) == len(theirs) and len(offsets) == 1
 
 
 def _exchange_is_likelier(a: str, b: str, c: str, d: str) -> bool:
