@@ -119,6 +119,34 @@ def _head(x: Array, sizes: Sizes, rng: Rng) -> Array | None:
     return x
 
 
+@one("head of zeros")
+def _zero_head(x: Array, sizes: Sizes, rng: Rng) -> Array | None:
+    heads = _heads(x, sizes)
+    if heads is None:
+        return None
+    heads[rng.integers(len(heads))] = 0
+    return x
+
+
+@one("signs of one head flipped")
+def _negate_head(x: Array, sizes: Sizes, rng: Rng) -> Array | None:
+    heads = _heads(x, sizes)
+    if heads is None:
+        return None
+    heads[rng.integers(len(heads))] *= -1
+    return x
+
+
+@one("one head twice")
+def _head_twice(x: Array, sizes: Sizes, rng: Rng) -> Array | None:
+    heads = _heads(x, sizes)
+    if heads is None:
+        return None
+    first, second = two(len(heads), rng)
+    heads[first] = heads[second]
+    return x
+
+
 @one("two heads exchanged")
 def _exchange_heads(x: Array, sizes: Sizes, rng: Rng) -> Array | None:
     heads = _heads(x, sizes)
@@ -267,6 +295,25 @@ def _half(x: Array, _: Sizes, __: Rng) -> Array:
     return x
 
 
+@one("never written")
+def _never(x: Array, _: Sizes, __: Rng) -> Array:
+    return np.zeros_like(x)
+
+
+@one("one constant")
+def _constant(x: Array, _: Sizes, __: Rng) -> Array:
+    return np.full_like(x, x.mean())
+
+
+@one("a run of 32 scaled")
+def _scale_run(x: Array, _: Sizes, rng: Rng) -> Array | None:
+    if x.size < 64:
+        return None
+    start = int(rng.integers(x.size // 32)) * 32
+    x.reshape(-1)[start : start + 32] *= F32(rng.choice([0.5, 2]))
+    return x
+
+
 @one("smallest tenth set to zero")
 def _prune(x: Array, _: Sizes, __: Rng) -> Array:
     x[np.abs(x) < np.quantile(np.abs(x), 0.1)] = 0
@@ -321,6 +368,19 @@ def _noise_6(x: Array, _: Sizes, rng: Rng) -> Array:
 @one("stale copy")
 def _stale(x: Array, _: Sizes, rng: Rng) -> Array:
     return x + noise(x, float(rng.choice([0.03, 0.3])), rng)
+
+
+@one("stale copy on a grid")
+def _stale_on_grid(x: Array, _: Sizes, rng: Rng) -> Array:
+    step = spread(x) / F32(rng.choice([8, 64, 512]))
+    return np.asarray(np.rint((x + noise(x, 0.03, rng)) / step) * step, F32)
+
+
+@one("rounded up to bfloat16")
+def _round_up(x: Array, _: Sizes, __: Rng) -> Array:
+    rounded = x.astype(ml_dtypes.bfloat16)
+    up = np.nextafter(rounded, ml_dtypes.bfloat16(np.inf))
+    return np.where(rounded.astype(F32) < x, up, rounded).astype(F32)
 
 
 @one("initialised anew")

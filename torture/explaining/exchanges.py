@@ -203,6 +203,31 @@ def _zero_expert(x: Numbers, rng: Rng) -> set[str]:
     return _union(_replace(x, name, np.zeros_like(x[name])) for name in names)
 
 
+@many("one projection of two layers exchanged")
+def _exchange_one_expert(x: Numbers, rng: Rng) -> set[str]:
+    """Exchange one projection of two experts, or else of two layers."""
+    firsts, seconds = _expert_names(x, rng)
+    if firsts:
+        index = int(rng.integers(len(firsts)))
+        return _exchange(x, firsts[index], seconds[index])
+    places, first, second = _of_stack(x, rng)
+    matrices = [names for names in places if x[names[first]].ndim > 1]
+    return _exchange(x, matrices[0][first], matrices[0][second]) if matrices else set()
+
+
+@many("half of a copied tensor")
+def _copy_half(x: Numbers, rng: Rng) -> set[str]:
+    places, first, second = _of_stack(x, rng)
+    if not places:
+        return set()
+    names = places[rng.integers(len(places))]
+    new, other = x[names[first]].copy(), x[names[second]]
+    if new.shape != other.shape or len(new) < 2:
+        return set()
+    new[len(new) // 2 :] = other[len(new) // 2 :]
+    return _replace(x, names[first], new)
+
+
 @many("bias or norm of the neighbour")
 def _neighbour(x: Numbers, rng: Rng) -> set[str]:
     vectors = [name for name, values in x.items() if values.ndim == 1]
