@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, Array]
+Sides = tuple[Tensors, Tensors]
 F32 = np.float32
 HEADS = 4
 _SPELLINGS = (
@@ -324,3 +325,179 @@ def test_joined_parts_whose_last_word_is_their_role(stem: str, order: str) -> No
     is_usual = order == "qkv"
     assert set(table["outcome"]) == {"explained" if is_usual else "changed"}
     assert set(table["cause"]) == {"fused" if is_usual else "misplaced+fused"}
+
+
+class TestRounding:
+    """Moves real numbers, by an amount that follows from them."""
+
+    def numbers(self, dtype: Any = F32) -> Array:
+        values = 0.02 * np.random.default_rng(0).standard_normal((64, 64))
+        values[:4] *= 2e-4  # which float16 has with fewer digits
+        return values.astype(dtype)
+
+    @pytest.mark.parametrize("container", [np.float16, F32])
+    def test_bfloat16_as_float16_loses_the_smallest_numbers(self, container: Any) -> None:
+        ours = {"w": self.numbers(BF16)}
+        theirs = {"w": ours["w"].astype(F32).astype(np.float16).astype(container)}
+        assert 0 < np.count_nonzero(ours["w"].astype(F32) != theirs["w"].astype(F32)) < 256
+        assert explained(ours, theirs) == {"w": "explained"}
+        theirs["w"][40, 3] = np.nextafter(theirs["w"][40, 3], container(1))
+        assert explained(ours, theirs) == {"w": "changed"}
+
+    @pytest.mark.parametrize("share", [0.01, 0.25, 1.0])
+    @pytest.mark.parametrize("size", ["last digits", "noise"])
+    def test_small_differences_from_a_grid_are_no_rounding(self, share: float, size: str) -> None:
+        rng = np.random.default_rng(1)
+        ours = {"w": self.numbers(BF16)}
+        exact = ours["w"].astype(F32)
+        chosen = rng.random(exact.shape) < share
+        bits = exact.view(np.uint32) ^ rng.integers(4, size=exact.shape, dtype=np.uint32)
+        noisy = exact * F32(1 + 1e-5) if size == "noise" else bits.view(F32)
+        theirs = {"w": np.where(chosen, noisy, exact)}
+        assert explained(ours, theirs) == {"w": "changed"}
+        assert explained(theirs, ours) == {"w": "changed"}
+
+    def test_one_zero_is_no_second_quantiser(self) -> None:
+        quants: Any = pytest.importorskip("gguf.quants")
+        gguf: Any = pytest.importorskip("gguf")
+        ours = {"w": self.numbers()}
+        made = {"w": ours["w"].copy()}
+        made["w"][7, 9] = 0
+        for name in ("Q4_0", "Q5_0", "Q8_0"):
+            kind = gguf.GGMLQuantizationType[name]
+            right, wrong = (
+                {"w": quants.dequantize(quants.quantize(x["w"], kind), kind)} for x in (ours, made)
+            )
+            assert explained(ours, right) == {"w": "explained"}
+            assert explained(ours, wrong) == {"w": "changed"}
+
+
+class TestSiblings:
+    """Are changed by a conversion in the same way."""
+
+    LAYERS = 5
+
+    def normal(self) -> Callable[..., Array]:
+        rng = np.random.default_rng(0)
+        return lambda *shape: rng.standard_normal(shape).astype(F32)
+
+    def wrong(self, ours: Tensors, theirs: Tensors) -> set[str]:
+        outcomes = explained(ours, theirs)
+        return {name for name, outcome in outcomes.items() if outcome != "explained"}
+
+    def projections(self) -> Tensors:
+        normal = self.normal()
+        return {
+            f"model.layers.{n}.self_attn.{role}_proj.weight": normal(32, 24)
+            for n in range(self.LAYERS)
+            for role in "qkv"
+        }
+
+    def fused(self, ours: Tensors, ungrouped: set[int], name: str) -> Tensors:
+        theirs = {}
+        for n in range(self.LAYERS):
+            three = [ours[f"model.layers.{n}.self_attn.{role}_proj.weight"] for role in "qkv"]
+            groups = 1 if n in ungrouped else 4
+            rows = [x.reshape(groups, -1, 24) for x in three]
+            theirs[name.format(n)] = np.concatenate(rows, axis=1).reshape(96, 24)
+        return theirs
+
+    @pytest.mark.parametrize("ungrouped", [(), (2,)])
+    def test_have_one_order_of_fused_heads(self, ungrouped: tuple[int, ...]) -> None:
+        ours = self.projections()
+        name = "decoder.layers.{}.self_attention.linear_qkv.weight"
+        wrong = self.wrong(ours, self.fused(ours, {*ungrouped}, name))
+        parts = {n for n in ours if any(f".{layer}." in n for layer in ungrouped)}
+        assert wrong == parts | {name.format(layer) for layer in ungrouped}
+
+    def test_of_an_unknown_layout_outweigh_one_that_fits(self) -> None:
+        ours = self.projections()
+        theirs = self.fused(ours, {2}, "transformer.h.{}.attn.attn.weight")
+        for name in [n for n in theirs if ".2." not in n]:
+            theirs[name] = theirs[name][np.random.default_rng(1).permutation(96)]
+        assert self.wrong(ours, theirs) == {*ours, *theirs}
+
+    @pytest.mark.parametrize("is_exchanged", [False, True])
+    def test_convolutions_of_several_kinds(self, is_exchanged: bool) -> None:
+        normal = self.normal()
+        names = [f"down.{n}.{m}.weight" for n in range(3) for m in ("conv1", "conv2", "conv_out")]
+        ours = {name: normal(8, 6, 3, 3) for name in names}
+        theirs = {f"net.{n}": x.transpose(0, 2, 3, 1).copy() for n, x in ours.items()}
+        if is_exchanged:
+            theirs[f"net.{names[4]}"] = ours[names[4]].transpose(0, 3, 2, 1).copy()
+        expected = {names[4], f"net.{names[4]}"} if is_exchanged else set()
+        assert self.wrong(ours, theirs) == expected
+
+    def recurrent(self) -> Sides:
+        normal = self.normal()
+        names = {"weight_ih": 0, "weight_hh": 1}
+        ours = {f"lstm.{m}_l{n}": normal(32, 8) for n in range(self.LAYERS) for m in names}
+        theirs = {
+            f"layers/lstm{f'_{n}' if n else ''}/cell/vars/{k}": ours[f"lstm.{m}_l{n}"].T.copy()
+            for n in range(self.LAYERS)
+            for m, k in names.items()
+        }
+        return ours, theirs
+
+    def test_have_one_number_at_the_end(self) -> None:
+        ours, theirs = self.recurrent()
+        assert not self.wrong(ours, theirs)
+        pair = [f"layers/lstm_3/cell/vars/{n}" for n in range(2)]
+        theirs |= {pair[0]: theirs[pair[1]], pair[1]: theirs[pair[0]]}
+        assert self.wrong(ours, theirs) == {*pair, "lstm.weight_ih_l3", "lstm.weight_hh_l3"}
+
+    def test_with_a_number_in_a_word(self) -> None:
+        ours = {f"cell.u_l{n}": self.normal()(32, 8) * F32(n + 1) for n in range(self.LAYERS)}
+        theirs = {f"x/y_{n}/w": ours[f"cell.u_l{n}"].T.copy() for n in range(self.LAYERS)}
+        assert not self.wrong(ours, theirs)
+        theirs["x/y_2/w"] = ours["cell.u_l2"]
+        assert self.wrong(ours, theirs) == {"cell.u_l2", "x/y_2/w"}
+
+    def test_may_be_counted_from_another_number(self) -> None:
+        normal = self.normal()
+        ours = {f"down.{n}.resnets.{m}.conv.weight": normal(8, 8) for n in range(4) for m in "01"}
+        theirs = {n.replace("resnets", "block"): x for n, x in ours.items()}
+        for n in range(2):
+            ours[f"middle.resnets.{n}.conv.weight"] = normal(8, 8)
+            theirs[f"mid.block_{n + 1}.conv.weight"] = ours[f"middle.resnets.{n}.conv.weight"]
+        assert not self.wrong(ours, theirs)
+
+
+class TestZeros:
+    """Are no evidence of a part."""
+
+    def test_in_a_stack_are_a_lost_part(self) -> None:
+        rng = np.random.default_rng(0)
+        ours = {f"mlp.experts.{n}.w1.weight": rng.random((16, 24), F32) for n in range(6)}
+        stack = np.stack(list(ours.values()))
+        assert set(explained(ours, {"mlp.w1": stack}).values()) == {"explained"}
+        stack[3] = 0
+        outcomes = explained(ours, {"mlp.w1": stack})
+        assert outcomes["mlp.w1"] != "explained"
+        assert outcomes["mlp.experts.3.w1.weight"] != "explained"
+
+    @pytest.mark.parametrize("lost", [(1,), (2,), (1, 2)])
+    def test_between_parts_are_a_lost_part(self, lost: tuple[int, ...]) -> None:
+        rng = np.random.default_rng(0)
+        parts = {f"x.{role}_proj.weight": rng.random((32, 24), F32) for role in "qkv"}
+        rows = [np.zeros_like(x) if n in lost else x for n, x in enumerate(parts.values())]
+        assert explained(parts, {"x.joint": np.concatenate(rows)})["x.joint"] != "explained"
+
+
+def test_vectors_are_stacked_as_matrices_are() -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"self_attn.o_proj": (16, 24), "input_layernorm": (24,), "post_layernorm": (24,)}
+    ours = {
+        f"model.layers.{n}.{name}.weight": rng.standard_normal(shape).astype(F32)
+        for n in range(5)
+        for name, shape in shapes.items()
+    }
+    theirs = {
+        f"model.layers.{name}.weight": np.stack([ours[f"model.layers.{n}.{name}.weight"]
+                                                 for n in range(5)])
+        for name in shapes
+    }  # fmt: skip
+    assert set(explained(ours, theirs).values()) == {"explained"}
+    norms = "model.layers.input_layernorm.weight"
+    theirs[norms] = theirs[norms][[0, 2, 1, 3, 4]]
+    assert explained(ours, theirs)[norms] != "explained"

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.comparison.arrangements import Padded
 from xckpt.comparison.explaining.causes import Elementwise
 from xckpt.comparison.explaining.names import role_of
 from xckpt.comparison.explaining.rounding import FRACTION_BITS
@@ -131,7 +132,14 @@ class Places:
     def admits_steps(self, steps: Sequence[Step], names: tuple[str, str]) -> bool:
         """Return whether a conversion may arrange the elements of a tensor like this."""
         is_turned = any(step.cause == "transposed" for step in steps)
-        return not is_turned or self.may_be_turned(names)
+        # More zeros than numbers are the place of other tensors.
+        is_small = any(
+            2 * n <= m
+            for step in steps
+            if isinstance(step, Padded)
+            for n, m in zip(step.before, step.after, strict=True)
+        )
+        return not is_small and (not is_turned or self.may_be_turned(names))
 
     def admits(self, transform: Transform, names: tuple[str, str], *, backwards: bool) -> bool:
         """Return whether a conversion of the family transforms the numbers like this."""
