@@ -52,22 +52,20 @@ _OF_HEADS = _PROJECTIONS | {"output"}
 # Widths of heads to try if nothing states them, the usual ones first.
 _WIDTHS = (128, 64, 256, 96, 80, 112, 32, 16, 8, 4)
 _MOST_PARTS = 1 << 14
-# Rows and columns of the blocks of float8 that have one scale.
-_TILE = 128
 
 
-def tiled(shape: Shape) -> Steps:
-    """Return the steps to tiles of 128 rows and columns, one after the other; none without any.
+def tiled(shape: Shape, size: int) -> Steps:
+    """Return the steps to square tiles, one after the other; none for other tensors.
 
     Incomplete tiles are filled with zeros.
     """
-    if len(shape) != 2 or min(shape) < _TILE:
+    if len(shape) != 2 or prod(shape) < size**2:
         return ()
-    rows, columns = (-(-extent // _TILE) for extent in shape)
-    padded = (rows * _TILE, columns * _TILE)
-    split = (rows, _TILE, columns, _TILE)
+    rows, columns = (-(-extent // size) for extent in shape)
+    padded = (rows * size, columns * size)
+    split = (rows, size, columns, size)
     tiles = (Reshaped(padded, split), Transposed((0, 2, 1, 3)))
-    flat = Reshaped((rows, columns, _TILE, _TILE), (rows * columns, _TILE**2))
+    flat = Reshaped((rows, columns, size, size), (rows * columns, size**2))
     return (*(() if padded == shape else (Padded(shape, padded),)), *tiles, flat)
 
 

@@ -34,6 +34,7 @@ from xckpt.comparison.explaining.outcome import (
     unlike,
     unreadable,
 )
+from xckpt.comparison.explaining.quantisers import TILES
 from xckpt.comparison.explaining.search import ALIKE, StepChain, arrangements
 from xckpt.comparison.explaining.sketches import Sketched, sketched
 from xckpt.comparison.explaining.verification import (
@@ -51,7 +52,7 @@ from xckpt.progress import Progress
 from xckpt.scan.scanning import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.streams import ChunkedZip, ElementStream, Zip
     from xckpt.comparison.arrangements import Step
@@ -260,9 +261,9 @@ def in_place(work: Work) -> Explanations:
             order = sides_after(ours, theirs, case.match.steps)
             work.in_place[n] = Link(names, [order], work.places.offset(names))
     examine(list(work.in_place.values()), work.bar)
-    by_tiles = {n: link for n in work.in_place if (link := _by_tiles(work, n)) is not None}
-    examine(list(by_tiles.values()), work.bar, certain=True)
-    work.in_place |= {n: link for n, link in by_tiles.items() if link.relation is not None}
+    by_tiles = [(n, link) for n in work.in_place for link in _by_tiles(work, n)]
+    examine([link for _, link in by_tiles], work.bar, certain=True)
+    work.in_place |= {n: link for n, link in by_tiles if link.relation is not None}
     return work.settled({
         n: related(work.places, link, link.relation, work.cases[n].match.steps)
         for n, link in work.in_place.items()
@@ -270,14 +271,16 @@ def in_place(work: Work) -> Explanations:
     })  # fmt: skip
 
 
-def _by_tiles(work: Work, n: int) -> Link | None:
-    """Return a link between tiles with one scale each; None for explained or other tensors."""
+def _by_tiles(work: Work, n: int) -> Iterator[Link]:
+    """Yield links between tiles with one scale each, for unexplained tensors."""
     link = work.in_place[n]
-    steps = tiled(tuple(link.orders[0][0].view.shape))
-    if link.relation is not None or not steps or not work.is_aligned(n):
-        return None
-    ours, theirs = (Side(arranged(side.view, steps), side.tensor) for side in link.orders[0])
-    return Link(link.names, [(ours, theirs)], link.offset)
+    if link.relation is not None or not work.is_aligned(n):
+        return
+    for size in TILES:
+        steps = tiled(tuple(link.orders[0][0].view.shape), size)
+        if steps:
+            order = [Side(arranged(side.view, steps), side.tensor) for side in link.orders[0]]
+            yield Link(link.names, [(order[0], order[1])], link.offset)
 
 
 def moved(work: Work) -> Explanations:

@@ -44,6 +44,8 @@ _SLACK = 1e-6
 # Errors of float32 arithmetic, relative to the farthest level: numbers this close to the middle of
 # two levels may be rounded to either.
 _TIE = 2.0**-21
+# Errors of scales that are quantised to 8 bits, and of their products in bfloat16, relative.
+_RESCALED, _ROUNDED = 2.0**-6, 2.0**-7
 
 
 # --- deterministic quantisers ---------------------------------------------------------------------
@@ -162,6 +164,16 @@ def _microscaled(blocks: Array) -> tuple[Array, Array, Array]:
 class TableQuantiser(Quantiser):
     """A quantiser whose levels are the numbers of a table, times the scale of a block."""
 
+    @property
+    def table(self) -> Array:
+        """The levels for a scale of 1."""
+        return _TABLES[self.name.partition("/")[0]]
+
+    @property
+    def is_rescaled(self) -> bool:
+        """Whether the scales may be quantised as well, and the last level is 1."""
+        return self.name.startswith("nf4")
+
     def round_trip(self, x: Array) -> Array:
         """Quantise whole blocks, and return the decoded numbers."""
         blocks = np.ascontiguousarray(x, F32).reshape(-1, self.block)
@@ -179,8 +191,14 @@ class TableQuantiser(Quantiser):
             exact = rounded((scale * levels).reshape(-1)).reshape(blocks.shape)
             is_held = values == exact
             if not is_held.all():
+                if self.is_rescaled and np.count_nonzero(is_held.all(axis=1)) < len(blocks) / 2:
+                    # The scales are quantised, too; the farthest number of each block is its scale.
+                    new = np.abs(_largest(values))
+                    is_near = np.abs(new - scale) <= _RESCALED * scale
+                    distance = np.abs(values - new * levels)
+                    is_held |= is_near & (distance <= _ROUNDED * np.abs(values))
                 # Numbers in the middle of two levels may be rounded to either.
-                table, inverse = _TABLES[self.name], _inverse(scale)
+                table, inverse = self.table, _inverse(scale)
                 chosen = table[_nearest(table, values * inverse)]
                 decoded = rounded((scale * chosen).reshape(-1)).reshape(blocks.shape)
                 codes = blocks * inverse
@@ -198,7 +216,7 @@ def _of_table(name: str) -> Callable[[Array], tuple[Array, Array, Array]]:
     """Return a quantiser that maps the number farthest from zero to the largest level."""
 
     def repeat(blocks: Array) -> tuple[Array, Array, Array]:
-        table = _TABLES[name]
+        table = _TABLES[name.partition("/")[0]]
         scale = np.abs(_largest(blocks)) / table[-1]
         levels = table[_nearest(table, np.where(scale == 0, F32(0), blocks / scale))]
         return levels, scale, F32(0) * scale
@@ -224,11 +242,16 @@ _TABLES = {
     ),
     "float8_e4m3fn": _float8_values(),
 }
+#: Rows and columns of the blocks of float8 that have one scale.
+TILES = (128, 64, 32)
 #: Quantisers of single floats with a scale for each block, most levels last. A block of float8 is
-#: a tile of 128 rows and columns, in the order of `layouts.tiled`.
+#: a tile, in the order of `layouts.tiled`.
 BY_TABLE = (
-    TableQuantiser("nf4", 64, _of_table("nf4"), 16),
-    TableQuantiser("float8_e4m3fn", 128 * 128, _of_table("float8_e4m3fn"), 256),
+    *(
+        TableQuantiser(name, n, _of_table("nf4"), 16)
+        for name, n in (("nf4", 64), ("nf4/32", 32), ("nf4/128", 128))
+    ),
+    *(TableQuantiser(f"float8_e4m3fn/{n}", n * n, _of_table("float8_e4m3fn"), 256) for n in TILES),
 )
 REPEATED = (
     Quantiser("q8_0", 32, _symmetric(127), 127),
