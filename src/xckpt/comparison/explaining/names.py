@@ -175,7 +175,7 @@ class Rules:
         keeps_numbers = keeps_numbers or self._keep_numbers()
         broken = {}
         back = Rules((b, a) for a, b in self.pairs)
-        sides = [_numbers_of(names) for names in (names_of_a, names_of_b)]
+        by_template = [_by_template(names) for names in (names_of_a, names_of_b)]
         for a, b in self.pairs:
             expected, origin = self.expected(a, names_of_b), back.expected(b, names_of_a)
             if origin is not None and origin[0] != a and origin[1] > back.support(b, a):
@@ -185,15 +185,12 @@ class Rules:
             elif are_other_roles(a, b):
                 broken[a] = ""
             elif keeps_numbers:
-                numbers, numbers_of_b = self._numbers(spelled(a)), spelled(b).numbers
                 are_all = len(_DIGITS.findall(a)) == len(_DIGITS.findall(b))
-                is_other = len(numbers) == len(numbers_of_b) and numbers != numbers_of_b
-                if (
-                    are_all
-                    and is_other
-                    and not _are_counted_from_elsewhere(
-                        *(side[spelled(n).template] for side, n in zip(sides, (a, b), strict=True))
-                    )
+                if are_all and _have_other_numbers(
+                    self._numbers(spelled(a)),
+                    spelled(b).numbers,
+                    [self._numbers(name) for name in by_template[0][spelled(a).template]],
+                    [name.numbers for name in by_template[1][spelled(b).template]],
                 ):
                     broken[a] = ""
         for a in self._disordered():
@@ -256,23 +253,32 @@ class Rules:
                     yield c, b
 
 
-def _numbers_of(names: Iterable[str]) -> dict[str, list[tuple[int, ...]]]:
-    """Return the numbers of the names of each template, in order."""
-    numbers: dict[str, list[tuple[int, ...]]] = defaultdict(list)
-    for name in names:
-        numbers[spelled(name).template].append(spelled(name).numbers)
-    return defaultdict(list, {template: sorted(group) for template, group in numbers.items()})
+def _by_template(names: Iterable[str]) -> dict[str, list[Spelled]]:
+    groups: dict[str, list[Spelled]] = defaultdict(list)
+    for name in map(spelled, names):
+        groups[name.template].append(name)
+    return groups
 
 
-def _are_counted_from_elsewhere(
-    ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]
+def _have_other_numbers(
+    first: tuple[int, ...],
+    second: tuple[int, ...],
+    ours: Collection[tuple[int, ...]],
+    theirs: Collection[tuple[int, ...]],
 ) -> bool:
-    """Return whether all tensors of a kind have numbers with one offset, as ``mid.block_1``."""
+    """Return whether two tensors have numbers of other tensors, and not from another scheme.
+
+    `ours` and `theirs` are the numbers of the names like theirs. All numbers may have one offset,
+    as in ``mid.block_1``, or none may be that of a layer, as in ``onnx::MatMul_895``.
+    """
+    if len(first) != len(second) or first == second:
+        return False
     offsets = {
-        tuple(n - m for m, n in zip(first, second, strict=True))
-        for first, second in zip(ours, theirs, strict=False)
+        tuple(n - m for m, n in zip(*pair, strict=True))
+        for pair in zip(sorted(ours), sorted(theirs), strict=False)
     }
-    return len(ours) == len(theirs) and len(offsets) == 1
+    has_offset = len(ours) == len(theirs) and len(offsets) == 1
+    return not has_offset and (first in theirs or second in ours)
 
 
 def _exchange_is_likelier(a: str, b: str, c: str, d: str) -> bool:
