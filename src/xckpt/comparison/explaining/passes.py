@@ -174,9 +174,7 @@ class Work:
                 pair_names = ours.name, theirs.name
                 links[number] = Link(pair_names, [order], self.places.offset(pair_names))
         examine(list(links.values()), self.bar, certain=True)
-        return [
-            links[n].relation is not None if n in links else None for n in range(len(tried))
-        ]
+        return [links[n].relation is not None if n in links else None for n in range(len(tried))]
 
     def settled(self, explanations: Explanations) -> Explanations:
         """Return the explanations, and store those that only describe a change for a later pass."""
