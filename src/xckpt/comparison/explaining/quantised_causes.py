@@ -37,6 +37,8 @@ _IN_BLOCKS = 2048
 _LEVELS_BLOCKS = (256, 128, 64, 32, 16)
 # Elements of the sample in which evenly spaced levels are searched for.
 _LEVELLED = 4096
+# Elements, in blocks of every size, that rule most tensors out.
+_FEW_LEVELLED = 512
 # Codes of at most eight bits.
 _MOST_LEVELS = 256
 # Margin by which a smaller block has to fit better than a larger one.
@@ -186,6 +188,9 @@ class Levelled(Relation):
             if len(x) < 2 * block:
                 continue
             relation = Levelled(block, digits)
+            few = slice(0, _FEW_LEVELLED)
+            if len(x[few]) - relation.count_matches(x[few], y[few]) > (1 - LIKELY) * len(x):
+                continue  # too many differ already
             share = relation.count_matches(x, y) / len(x)
             if share >= LIKELY and (best is None or share > best[0] + _BETTER):
                 best = share, relation
