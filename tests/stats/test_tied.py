@@ -62,3 +62,41 @@ def test_other_metadata_state_nothing(paths: list[Path]) -> None:
 def test_the_command_line(paths: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *map(str, paths)]) == 0
     assert "only" not in capsys.readouterr().out
+
+
+class TestOmittedHead:
+    """An output layer that one side omits, because the model ties it to the embeddings."""
+
+    @pytest.fixture
+    def model(self) -> dict[str, Any]:
+        rng = np.random.default_rng(0)
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (64, 16),
+            "model.norm.weight": (16,),
+        }
+        for layer in range(4):
+            for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"):
+                shapes[f"model.layers.{layer}.{name}.weight"] = (16, 16)
+        return {name: rng.standard_normal(shape).astype("f4") for name, shape in shapes.items()}
+
+    @pytest.mark.parametrize("order", [1, -1], ids=["in a", "in b"])
+    @pytest.mark.parametrize("prefix", ["", "module."], ids=["same names", "renamed"])
+    def test_it_is_explained(self, model: dict[str, Any], order: int, prefix: str) -> None:
+        a = model | {"lm_head.weight": model["model.embed_tokens.weight"].copy()}
+        b = {prefix + name: values for name, values in model.items()}
+        result = xckpt.compare(*[a, b][::order], explain=True, progress=False)
+        row = result.ckpt.table().loc["lm_head.weight"]
+        assert (row["outcome"], row["cause"]) == ("explained", "tied")
+        assert row["other_names"] == prefix + "model.embed_tokens.weight"
+        assert result.attrs["explanation"].startswith("all ")
+
+    def test_damaged_embeddings_explain_no_head(self, model: dict[str, Any]) -> None:
+        a = model | {"lm_head.weight": model["model.embed_tokens.weight"].copy()}
+        b = model | {"model.embed_tokens.weight": model["model.embed_tokens.weight"] + 1}
+        table = xckpt.compare(a, b, explain=True, progress=False).ckpt.table()
+        assert table.loc["lm_head.weight", "outcome"] == "unmatched"
+
+    def test_a_copy_of_another_tensor_is_unmatched(self, model: dict[str, Any]) -> None:
+        a = model | {"extra.weight": model["model.embed_tokens.weight"].copy()}
+        table = xckpt.compare(a, model, explain=True, progress=False).ckpt.table()
+        assert table.loc["extra.weight", "outcome"] == "unmatched"

@@ -196,11 +196,11 @@ def compare(
                               causes, verified on every element; ``changed``: it differs;
                               ``unmatched``: only one side has it; ``unreadable``: one side
                               cannot be read
-        ``cause``             one of ``equal, renamed, transposed, rope_permuted, fused, split,
-                              padded, merged, rounded, quantised, offset, scaled``, which explain
-                              (the last two where the architecture is known for it), ``misplaced,
-                              rows_permuted, cut, pruned, low_rank, changed``, which do not, and
-                              ``only_a, only_b, unreadable``; or several joined by ``+``
+        ``cause``             one of ``equal, renamed, tied, transposed, rope_permuted, fused,
+                              split, padded, merged, rounded, quantised, offset, scaled``, which
+                              explain (the last two where the architecture is known for it),
+                              ``misplaced, rows_permuted, cut, pruned, low_rank, changed``, which
+                              do not, and ``only_a, only_b, unreadable``; or several joined by ``+``
         ``explanation``       a sentence with numbers
         ``verified``          whether the tensor is explained
         ``offset, scale``     the number that was added, and the factor

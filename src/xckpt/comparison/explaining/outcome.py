@@ -44,7 +44,7 @@ Outcome = Literal["explained", "changed", "unmatched", "unreadable"]
 #: known to apply them.
 ADMITTED = frozenset(
     {
-        *("equal", "renamed", "fused", "split", "transposed", "rope_permuted", "padded"),
+        *("equal", "renamed", "tied", "fused", "split", "transposed", "rope_permuted", "padded"),
         *("reshaped", "regrouped"),
         *("merged", "quantised", "rounded"),
     }
@@ -57,7 +57,7 @@ SIDES = ("a", "b")
 
 #: All causes; several are joined by "+", in this order.
 CAUSES = (
-    *("renamed", "misplaced", "fused", "split", "reshaped", "transposed"),
+    *("renamed", "tied", "misplaced", "fused", "split", "reshaped", "transposed"),
     *("regrouped", "rope_permuted", "rows_permuted"),
     *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "merged", "quantised"),
     *("rounded", "equal", "changed", "only_a", "only_b", "unreadable"),

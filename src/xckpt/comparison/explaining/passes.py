@@ -74,6 +74,8 @@ ALIGNED = 0.9
 _MOST_TRIED = 4
 # Smaller tensors may have the numbers of another tensor by chance.
 _SMALLEST = 8
+# Slots of which a model may tie the weights, so that a file stores one of them.
+_TIED_SLOTS = {"output", "token_embedding"}
 # The most tensors of one shape that are tested for equality with a tensor.
 _MOST_OWNERS = 8
 
@@ -530,33 +532,44 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
 
 def tied(work: Work) -> Explanations:
     """Describe tensors that only one side has: copies of another of its tensors, or unmatched."""
-    owners: dict[Any, list[ElementStream]] = defaultdict(list)
+    owners: dict[Any, list[tuple[int, ElementStream]]] = defaultdict(list)
     unmatched = [n for n in work.open if work.cases[n].status in ALONE]
     for n in set(range(len(work.cases))).difference(unmatched):
-        for side, reader in zip(ALONE, work.cases[n].match[1:3], strict=True):
+        for side, reader in enumerate(work.cases[n].match[1:3]):
             if reader is not None and reader.size > 1:
-                owners[side, reader.array.shape].append(reader)
-    links: list[tuple[int, str, Link]] = []
+                owners[side, reader.array.shape].append((n, reader))
+    links: list[tuple[int, int, Link]] = []
     for n in unmatched:
-        reader = work.cases[n].alone
-        candidates = owners[work.cases[n].status, reader.array.shape] if reader is not None else []
-        for owner in candidates if len(candidates) <= _MOST_OWNERS else []:
+        side, reader = ALONE.index(work.cases[n].status), work.cases[n].alone
+        candidates = owners[side, reader.array.shape] if reader is not None else []
+        for owner, owner_reader in candidates if len(candidates) <= _MOST_OWNERS else []:
             if reader is not None:
-                order = (Side.whole(owner), Side.whole(reader))
-                links.append((n, owner.name, Link((owner.name, reader.name), [order])))
+                order = (Side.whole(owner_reader), Side.whole(reader))
+                links.append((n, owner, Link((owner_reader.name, reader.name), [order])))
     examine([link for *_, link in links], work.bar, certain=True)
-    names = {
-        n: name
-        for n, name, link in links
-        if link.relation is not None and not link.relation.causes and not link.is_constant
+    explanations = {
+        n: Explanation(
+            (work.cases[n].status,), "no tensor with these numbers was found", holds=False
+        )
+        for n in unmatched
     }
-    explanations: Explanations = {}
-    for n in unmatched:
-        status, text = work.cases[n].status, "no tensor with these numbers was found"
-        if n in names:
-            text = f"its numbers are those of {quoted([names[n]])} of {status[-1]}"
-        explanations[n] = Explanation((status,), text, holds=False)
+    for n, owner, link in links:
+        if link.relation is not None and not link.relation.causes and not link.is_constant:
+            explanations[n] = _tied(work, n, owner, link.names)
     return explanations
+
+
+def _tied(work: Work, n: int, owner: int, names: tuple[str, str]) -> Explanation:
+    """Explain a copy of another tensor, which a side need not store if a model ties the two."""
+    status, explanation = work.cases[n].status, work.explanations.get(owner)
+    structure = work.places.structures[ALONE.index(status)]
+    slots = {structure.slot(name) for name in names if name in structure}
+    if slots == _TIED_SLOTS and explanation is not None and explanation.verified:
+        text = f"tied to {quoted(names[:1])} of {status[-1]}, which has the same numbers"
+        others = explanation.other_names or names[:1]
+        return Explanation(("tied",), text, other_names=others)
+    text = f"its numbers are those of {quoted(names[:1])} of {status[-1]}"
+    return Explanation((status,), text, holds=False)
 
 
 #: All passes, in order.
