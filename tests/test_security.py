@@ -40,12 +40,12 @@ LIMITS = {
     "primitiv: ": "formats.primitiv.models.MOST_DIMS formats.primitiv.models._LONGEST_TEXT"
     " formats.primitiv.models._LONGEST_NAMES",
     "NumPy: ": "formats.npz._LONGEST_TEXT",
-    "PyTorch: bytes of the pickle": "formats.torch.containers._LARGEST_PICKLE"
+    "PyTorch: bytes of the pickle": "formats.pickles.scanning.LARGEST"
     " formats.torch.objects._DEEPEST formats.torch.objects._LONGEST_NAME",
     "PyTorch: values": "formats.torch.objects._VISITS formats.torch.objects._VISITS_PER_BYTE",
-    "PyTorch: bytes of an integer": "formats.torch.pickles._LONGEST_INT"
-    " formats.torch.pickles._LONGEST_LINE",
-    "PyTorch: bytes of an array": "formats.torch.records._LARGEST_ARRAY"
+    "PyTorch: bytes of an integer": "formats.pickles.machine._LONGEST_INT"
+    " formats.pickles.machine._LONGEST_LINE",
+    "PyTorch: bytes of an array": "formats.pickles.records._LARGEST_ARRAY"
     " formats.torch.tensors._MOST_INLINE",
     "deflated members": "formats.archive._MOST_INFLATED",
     "a frame of a seekable": "storage.seekable._LARGEST_FRAME",

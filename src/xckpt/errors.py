@@ -130,6 +130,9 @@ class CheckpointError(Exception):
     m.zt: byte 64: length 60 != 64 [DenseSize]
     """
 
+    #: Code that other programs run when they load the file, as `Index.executes`.
+    executes: tuple[str, ...] = ()
+
     def __init__(
         self,
         reason: str,

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from posixpath import commonprefix
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, TypeVar
 
-from xckpt.errors import causes_of
+from xckpt.errors import causes_of, some
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -28,6 +28,7 @@ T = TypeVar("T")
 __all__ = [
     "DEEPEST_ATTRS",
     "Arrangement",
+    "CodeFinding",
     "Codebook",
     "FileSet",
     "Index",
@@ -36,6 +37,7 @@ __all__ = [
     "Shard",
     "StoredList",
     "Tensor",
+    "code_findings",
     "is_file_name",
     "is_json",
     "paused_collector",
@@ -61,6 +63,33 @@ Layout = Literal[
     "blocks",
     "structural",
 ]
+
+
+class CodeFinding(NamedTuple):
+    """Code that other programs import or run when they load a file."""
+
+    severity: Literal["error", "warning"]
+    rule: str  # "executes" or "imports"
+    message: str
+    names: tuple[str, ...]
+
+
+def code_findings(executes: Sequence[str], imports: Sequence[str]) -> tuple[CodeFinding, ...]:
+    """Describe the code in the fields `executes` and `imports` of an Index, errors first."""
+    findings = []
+    if executes:
+        reason = (
+            f"loading it elsewhere runs or imports {some(executes, 'functions')}: "
+            "load it only where code of files is refused, as by torch.load(weights_only=True)"
+        )
+        findings.append(CodeFinding("error", "executes", reason, tuple(executes)))
+    if imports:
+        reason = (
+            f"it has objects of {some(imports, 'classes')}, which torch.load(weights_only=True) "
+            "refuses; unpickling imports them"
+        )
+        findings.append(CodeFinding("warning", "imports", reason, tuple(imports)))
+    return tuple(findings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +366,11 @@ class Tensor:
         return f"{self.method} {kind}, {_group_text(quantization.block, self.shape)}".lstrip()
 
     @property
+    def risks(self) -> tuple[CodeFinding, ...]:
+        """Code that other programs import or run when they load the file."""
+        return code_findings(self.executes, self.imports)
+
+    @property
     def facts(self) -> Mapping[str, Any] | None:
         """The facts that the file states about the tensor, including the names of its axes."""
         if self.dims is None:
@@ -563,8 +597,12 @@ class Index(Mapping[str, "Tensor"]):
         Which files are the checkpoint, what is missing, and what was left alone in their folder.
         None in the index of a single file that a format has read.
     executes : tuple of str
-        Functions that run when another program unpickles the file, and that weights do not need,
-        such as ``"posix.system"``. Nothing in a file is executed here.
+        Code that runs when another program loads the file, and that weights do not need: calls of a
+        pickle, such as ``"posix.system"``, lambdas of a Keras model, expressions of a chat template
+        that do more than format. Nothing in a file is executed here.
+    imports : tuple of str
+        Other classes and functions of packages that a pickle names, such as those of the modules of
+        a model; ``torch.load(weights_only=True)`` refuses them.
 
     Examples
     --------
@@ -587,6 +625,7 @@ class Index(Mapping[str, "Tensor"]):
     files: FileSet | None = None
     checkpoint: CheckpointFiles | None = None
     executes: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
     _computed: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -619,6 +658,11 @@ class Index(Mapping[str, "Tensor"]):
         tensors = self.tensors
         chosen = tensors.values() if names is None else [tensors[name] for name in names]
         return causes_of([(t.name, t.problem) for t in chosen if t.problem is not None])
+
+    @property
+    def risks(self) -> tuple[CodeFinding, ...]:
+        """Code that other programs import or run when they load the file."""
+        return code_findings(self.executes, self.imports)
 
     @property
     def facts(self) -> tuple[str, ...]:

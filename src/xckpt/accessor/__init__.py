@@ -540,6 +540,7 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.formatting import counted
         from xckpt.index import paused_collector
         from xckpt.notebook.summary import (
+            code_errors,
             file_notes,
             new_summary,
             shared_notes,
@@ -548,7 +549,7 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.structure.description import describe_model
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
-        findings = self._known_findings()
+        findings, risks = self._known_findings(), tensors.risks
         run = tensors.run
         if run is not None:
             steps = counted(self._obj.sizes[run], run)
@@ -561,14 +562,17 @@ class CheckpointAccessor(Generic[Obj]):
                 format=self.format or "",
                 version=str(self._encoding.get("format_version", "")),
                 attrs=self._obj.attrs,
-                errors=unread_errors(tensors.unreadable(), tensors.source),
+                errors=[
+                    *code_errors(risks),
+                    *unread_errors(tensors.unreadable(), tensors.source),
+                ],
                 findings=findings,
                 dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
                 stacked=tensors.stacks,
                 obj=self._called,
                 notes=[
                     *file_notes(
-                        self._encoding.get("warnings", ()), self._encoding.get("facts", ())
+                        self._encoding.get("warnings", ()), self._encoding.get("facts", ()), risks
                     ),
                     *shared_notes(tensors.shared),
                     *map(str, self._losses(tensors)),

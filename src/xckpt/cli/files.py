@@ -82,6 +82,8 @@ def info(
             "model": model_document(summary),
             "footprint": summary.footprint.document(),
             "warnings": list(index.warnings),
+            "executes": list(index.executes),
+            "imports": list(index.imports),
             "files": None if index.checkpoint is None else index.checkpoint.document(),
             "shards": {
                 name: {"size": shard.size, "digest": shard.digest}

@@ -549,6 +549,8 @@ def finish_dataset(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
         ds.encoding["warnings"] = index.warnings
     if index.facts:
         ds.encoding["facts"] = index.facts
+    if index.risks:
+        ds.encoding["risks"] = index.risks
     if index.arrangement.order:
         ds.encoding["ordered"] = True
     if index.attr_types:

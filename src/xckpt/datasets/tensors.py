@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray
     from xckpt.datasets.options import OpenOptions
     from xckpt.errors import Cause
-    from xckpt.index import Index
+    from xckpt.index import CodeFinding, Index
     from xckpt.storage import Source
 
     DtypeFilter = DTypeLike | list[DTypeLike] | tuple[DTypeLike, ...] | set[DTypeLike]
@@ -150,6 +150,8 @@ class DescribedTensors(NamedTuple):
     shared: dict[str, str]
     #: Dimension of the steps of a training run. Names begin with it and the step.
     run: str | None = None
+    #: Code that other programs import or run when they load the file.
+    risks: tuple[CodeFinding, ...] = ()
 
     @property
     def of_one_step(self) -> DescribedTensors:
@@ -362,7 +364,13 @@ class OpenTensors:
     @property
     def origin(self) -> DescribedTensors:
         """What the tensors are."""
-        return DescribedTensors(self.structure, self.shared, self.run)
+        return DescribedTensors(self.structure, self.shared, self.run, self.risks)
+
+    @property
+    def risks(self) -> tuple[CodeFinding, ...]:
+        """Code that other programs import or run when they load the file."""
+        risks: tuple[CodeFinding, ...] = self._root.encoding.get("risks", ())
+        return risks
 
     @cached_property
     def structure(self) -> Structure:
@@ -533,7 +541,12 @@ class FileTensors(OpenTensors):
     @property
     def origin(self) -> DescribedTensors:
         """What the tensors are, without the variables of the Dataset."""
-        return DescribedTensors(self.structure, self._opened[1].shared)
+        return DescribedTensors(self.structure, self._opened[1].shared, risks=self.risks)
+
+    @property
+    def risks(self) -> tuple[CodeFinding, ...]:
+        """Code that other programs import or run when they load the file."""
+        return self._opened[1].risks
 
     @cached_property
     def structure(self) -> Structure:

@@ -540,7 +540,9 @@ def detect(source: Readable) -> Format:
     kind, advice = _foreign(head, source) or (None, f"Known formats: {', '.join(names())}")
     reason = f"the file begins {head[:16]!r}" if kind is None else f"it is {kind}"
     reason = f"not a checkpoint of a known format; {reason}"
-    raise FormatError(reason, path=source.name, offset=0, hint=advice)
+    error = FormatError(reason, path=source.name, offset=0, hint=advice)
+    error.executes = _code_of(head, source)
+    raise error
 
 
 def advise(error: FormatError, format: str, source: Readable) -> None:
@@ -585,6 +587,12 @@ def _foreign(head: bytes, source: Readable) -> Foreign | None:
     from xckpt.formats import foreign  # only for errors
 
     return foreign.describe(head, source)
+
+
+def _code_of(head: bytes, source: Readable) -> tuple[str, ...]:
+    from xckpt.formats import foreign
+
+    return foreign.code_of(head, source)
 
 
 def _head(source: Readable) -> bytes:

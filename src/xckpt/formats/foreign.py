@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from xckpt import formats
 from xckpt.errors import CheckpointError, shown, some
 from xckpt.formats import archive, kit
+from xckpt.formats.pickles.scanning import scan
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -156,6 +157,14 @@ def describe_folder(name: str, files: Collection[str], folders: Collection[str])
     if has_data and any(file.lower().endswith(".index") for file in files):
         return Foreign("a checkpoint of TensorFlow", _TENSORFLOW)
     return None
+
+
+def code_of(head: bytes, source: Readable) -> tuple[str, ...]:
+    """Return the code that runs when a file is unpickled; empty if it is no pickle."""
+    notes = kit.Notes()
+    if _PICKLES.match(head) is not None:
+        scan(lambda _: bytes(source.read(0, source.size)), source.size, source.name, notes)
+    return tuple(dict.fromkeys(notes.executes))
 
 
 def is_versioned_message(head: bytes) -> bool:

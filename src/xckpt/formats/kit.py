@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from struct import Struct
 
     from xckpt.formats import Readable
+    from xckpt.formats.pickles.executing import CodeUses
     from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Shard, Tensor
 
@@ -490,12 +491,27 @@ def locating(
 class Notes:
     """A collection of warnings about a file, with one short text for each reason."""
 
-    __slots__ = ("_notes", "executes")
+    __slots__ = ("_notes", "executes", "imports")
 
     def __init__(self) -> None:
-        #: For `Index.executes`.
+        #: For `Index.executes` and `Index.imports`.
         self.executes: list[str] = []
+        self.imports: list[str] = []
         self._notes: dict[str, tuple[int, str]] = {}
+
+    def add_code(self, uses: CodeUses) -> None:
+        """Add the code that a pickle runs and imports elsewhere."""
+        self.executes += uses.executes
+        self.imports += uses.imports
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Add the code that was found so far to errors."""
+        try:
+            yield
+        except CheckpointError as error:
+            error.executes = tuple(dict.fromkeys((*self.executes, *error.executes)))
+            raise
 
     def add(self, reason: str, place: str) -> None:
         """Add a warning. Repeated reasons are counted, and the text names the first place."""
@@ -550,7 +566,8 @@ def index_of(
     shards = shards or {}
     size = source.size + sum(shard.size for shard in shards.values())
     fields = (format, version, tensors, attrs, source.name, size, shards, notes.warnings())
-    return Index(*fields, executes=tuple(dict.fromkeys(notes.executes)))
+    code = [tuple(dict.fromkeys(names)) for names in (notes.executes, notes.imports)]
+    return Index(*fields, executes=code[0], imports=code[1])
 
 
 # --- names of axes --------------------------------------------------------------------------------

@@ -44,12 +44,14 @@ import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 from xckpt.elements import NUMPY_CODES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, archive, kit
+from xckpt.formats.pickles.scanning import scan
 from xckpt.formats.plan import (
     LOST_DIMS,
     Draft,
@@ -206,6 +208,11 @@ def _read_head(content: archive.Content | kit.Cursor) -> _Head:
     return _Head(descr, dtype, sizes, is_fortran, size)
 
 
+def _has_objects(head: _Head) -> bool:
+    """Return whether numpy unpickles the elements."""
+    return head.nbytes is None or "O" in str(head.descr)
+
+
 def _itemsize(descr: Any) -> int | None:
     """Return the size of an element in bytes; None if the type does not state it."""
     if type(descr) is str:
@@ -287,14 +294,14 @@ def _stream(cursor: kit.Cursor, notes: kit.Notes) -> tuple[dict[str, Tensor], st
                 raise FormatError(reason, offset=at, rule="Magic", hint=hint)
             notes.add(f"{reason}, and are ignored, as by numpy; the array is intact", "arr_0")
             break
-        tensor = _next_array(cursor, name)
+        tensor = _next_array(cursor, name, notes)
         if not tensors and tensor.dtype == "unknown" and isinstance(tensor.problem, FormatError):
             raise tensor.problem  # of the first header
         tensors[name] = tensor
     return tensors, version
 
 
-def _next_array(cursor: kit.Cursor, name: str) -> Tensor:
+def _next_array(cursor: kit.Cursor, name: str, notes: kit.Notes) -> Tensor:
     """Read an array, which extends to the end of the file if it is cut or has no stated size."""
     start, dtype = cursor.at, "unknown"
     shape: tuple[int, ...] = ()
@@ -303,6 +310,10 @@ def _next_array(cursor: kit.Cursor, name: str) -> Tensor:
         shape, dtype = head.shape, head.dtype or str(head.descr)[:99]
         nbytes = cursor.left if head.nbytes is None else min(head.nbytes, cursor.left)
         tensor = _tensor(name, head, Part("uint8", (nbytes,), cursor.at, nbytes))
+        if _has_objects(head):
+            content, cursor.at = cursor.at, start
+            scan(partial(cursor.take, cursor.left), cursor.left, name, notes)
+            cursor.at = content
     except UnsupportedError as error:
         problem: CheckpointError = UnsupportedError(error.reason, offset=start, rule="Unread")
     except FormatError as error:
@@ -333,7 +344,10 @@ def _arrays(members: archive.Archive, notes: kit.Notes) -> dict[str, Tensor]:
         key = member.name.removesuffix(_SUFFIX)
         name = member.name if {key, member.name} & ambiguous else key
         try:
-            tensor = _tensor(name, _read_head(content), content.rest())
+            head = _read_head(content)
+            tensor = _tensor(name, head, content.rest())
+            if _has_objects(head):
+                scan(content.whole, member.nbytes, shown(name), notes)
         except UnsupportedError as error:
             part = content.rest()
             problem = UnsupportedError(error.reason, offset=part.offset, rule="Unread")

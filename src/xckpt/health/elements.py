@@ -48,6 +48,31 @@ class Empty(Rule):
             yield RuleFinding(row, names[0], self.name, 0.0, sentence)
 
 
+class _Code(Rule):
+    def findings(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        """Return the findings about the file, which has no row."""
+        return self._judge(evidence)
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        risks = () if evidence.origin is None else evidence.origin.risks
+        for finding in risks:
+            if finding.rule == self.name:
+                value = float(len(finding.names))
+                yield RuleFinding(0, "", self.name, value, finding.message)
+
+
+class Executes(_Code):
+    """Other programs run code of the file when they load it."""
+
+    name, severity = "executes", "error"
+
+
+class Imports(_Code):
+    """Other programs import classes of packages when they load the file."""
+
+    name, severity = "imports", "warning"
+
+
 class _NotFinite(Rule):
     severity = "error"
     word = ""

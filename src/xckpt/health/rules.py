@@ -23,7 +23,9 @@ from xckpt.health.elements import (
     AllZero,
     Constant,
     Empty,
+    Executes,
     Exploding,
+    Imports,
     Infinite,
     LoneElement,
     NaN,
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        *(Empty(), NaN(), Infinite(), AllZero(), Untrained(), Constant()),
+        *(Executes(), Imports(), Empty(), NaN(), Infinite(), AllZero(), Untrained(), Constant()),
         *(Exploding(), LoneElement()),
         *(NegativeStatistic(), UnlikeStatistic(), OddScale(), NegativeMoment(), OddStep()),
         *(SignsLost(), Hole(), EqualRows(), EqualTokens(), RankOne()),

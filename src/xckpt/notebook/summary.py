@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.errors import Cause
+    from xckpt.index import CodeFinding
     from xckpt.notebook.documents import Block
     from xckpt.structure.description import ModelDescription
 
@@ -258,9 +259,9 @@ def index_summary(
             format=index.format,
             version=index.version,
             attrs=index.attrs,
-            errors=unread_errors(index.unreadable(), index.source),
+            errors=[*code_errors(index.risks), *unread_errors(index.unreadable(), index.source)],
             notes=[
-                *file_notes(index.warnings, index.facts),
+                *file_notes(index.warnings, index.facts, index.risks),
                 *shared_notes(index.shared),
             ],
             shards=len(index.shards),
@@ -311,9 +312,17 @@ def unread_errors(causes: Iterable[Cause], path: str) -> list[str]:
     ]
 
 
-def file_notes(warnings: Sequence[str], facts: Sequence[str]) -> list[str]:
-    """Report the warnings of opening, and facts about the files of the checkpoint."""
-    return [*_first_of(warnings, counted(len(warnings), "warning")), *facts]
+def code_errors(code: Iterable[CodeFinding]) -> list[str]:
+    """Report code that other programs run when they load the file."""
+    return [finding.message for finding in code if finding.severity == "error"]
+
+
+def file_notes(
+    warnings: Sequence[str], facts: Sequence[str], code: Iterable[CodeFinding] = ()
+) -> list[str]:
+    """Report the warnings of opening, facts about the files, and classes that they import."""
+    imports = [finding.message for finding in code if finding.severity != "error"]
+    return [*_first_of(warnings, counted(len(warnings), "warning")), *facts, *imports]
 
 
 def shared_notes(shared: Mapping[str, str]) -> list[str]:

@@ -66,6 +66,7 @@ def merge(files: CheckpointFiles, opened: Sequence[Opened]) -> tuple[Source, Ind
         arrangement.of(tensors),
         {name: dtype for file in reversed(opened) for name, dtype in file.index.attr_types.items()},
         executes=tuple(dict.fromkeys(name for file in opened for name in file.index.executes)),
+        imports=tuple(dict.fromkeys(name for file in opened for name in file.index.imports)),
     )
     duplicates = {name: tuple(labels) for name, labels in merged.duplicates.items()}
     notes = (*files.notes, *_size_notes(index))

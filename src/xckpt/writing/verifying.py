@@ -31,6 +31,7 @@ from xckpt.errors import (
     some,
 )
 from xckpt.formatting import counted
+from xckpt.index import code_findings
 from xckpt.labels.filters import combined, select_or_raise
 from xckpt.notebook.documents import Heading, Sentence, more
 from xckpt.notebook.shown import Shown
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from xckpt.errors import Cause
-    from xckpt.index import Index, Part, Tensor
+    from xckpt.index import CodeFinding, Index, Part, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.notebook.documents import Block
     from xckpt.opening import OpenPath
@@ -260,8 +261,9 @@ def verify(
         raise
     except CheckpointError as error:
         message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
-        finding = _finding(error)._replace(file=None, message=message)
-        return Report(error.path or "", "", "", 0, 0, (finding,))
+        finding = _finding(error)._replace(severity="error", file=None, message=message)
+        code = map(_finding_of_code, code_findings(error.executes, ()))
+        return Report(error.path or "", "", "", 0, 0, (finding, *code))
     findings = _stated(index)
     for name in () if index.checkpoint is None else index.checkpoint.incomplete:
         reason = "a download into the file did not end: its contents may have holes"
@@ -311,11 +313,11 @@ def _stated(index: Index) -> list[Finding]:
     """Report the warnings of a checkpoint, and functions that run when others unpickle it."""
     texts = (*index.warnings, *index.facts)
     findings = [Finding("warning", None, None, None, text) for text in texts]
-    if index.executes:
-        functions = some(index.executes, "functions")
-        reason = f"unpickling it runs or imports {functions}: torch.load needs weights_only=True"
-        findings.append(Finding("error", None, _EXECUTES, None, reason))
-    return findings
+    return [*findings, *map(_finding_of_code, index.risks)]
+
+
+def _finding_of_code(code: CodeFinding) -> Finding:
+    return Finding(code.severity, None, code.rule, None, code.message)
 
 
 def _copies(

@@ -55,6 +55,7 @@ from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gguf import metadata
 from xckpt.formats.gguf.metadata import BOOL, DEEPEST, LIST, NUMBERS, TEXT
+from xckpt.formats.gguf.templates import template_code
 from xckpt.formats.plan import Draft, Plan, WantedTensor, place_parts
 from xckpt.index import FileSet, Index, Part, StoredList, Tensor
 
@@ -68,6 +69,7 @@ _MOST_NESTED = 1 << 16
 _MOST_ALIKE = 16  # names that are equal after escaping
 _MOST_PADDING = 1 << 12  # bytes that are compared with zero
 _ALIGNED, _ARCHITECTURE = "general.alignment", "general.architecture"
+_TEMPLATE = "tokenizer.chat_template"
 # The attribute of a tensor with the name of another tensor: a factor that is not applied yet.
 _SCALE = "scale_tensor"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
@@ -281,12 +283,20 @@ class _HeadReader:
             except FormatError as error:
                 error.reason = f"the value of {shown(key)}: {error.reason}"
                 raise error.located(offset=self.cursor.at) from None
+            if key.startswith(_TEMPLATE):
+                self._add_code(key, attrs[key])
             if key == _ALIGNED and not _is_power(attrs[key]):
                 reason = f"{_ALIGNED} is {attrs[key]}, not a power of two"
                 raise FormatError(reason, offset=at, rule="Alignment")
         if attrs.get(_ALIGNED, _ALIGNMENT) % 8:
             self.notes.add("it must be a multiple of 8", f"{_ALIGNED} {attrs[_ALIGNED]}")
         return attrs
+
+    def _add_code(self, key: str, template: Any) -> None:
+        """Note expressions of a chat template that do more than format."""
+        text = template.decode("latin-1") if type(template) is bytes else template
+        if type(text) is str:
+            self.notes.executes += [f"{key}: {code}" for code in template_code(text)]
 
     def _named(self, data: bytes, label: str, names: Mapping[str, Any]) -> str:
         """Return an escaped form of a name that is not UTF-8, the same for equal names."""

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Format, Readable, archive, kit
 from xckpt.formats.keras import hdf5, library
+from xckpt.formats.keras.code import add_code
 from xckpt.formats.keras.datasets import read_tensor
 from xckpt.formats.keras.layers import Layers
 from xckpt.formatting import natural_key
@@ -212,7 +213,9 @@ def _sorted(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _config(read: Callable[[], bytes], label: str, notes: kit.Notes) -> Any:
     """Return a configuration without long texts; None, with a warning, if it cannot be read."""
     try:
-        value = _short(kit.decode_json(read(), label, deepest=64, repeated=lambda _: None))
+        value = kit.decode_json(read(), label, deepest=64, repeated=lambda _: None)
+        add_code(value, notes)
+        value = _short(value)
         if not is_json(value):
             raise FormatError("it is nested too deep")
     except CheckpointError as error:

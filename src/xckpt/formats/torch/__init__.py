@@ -3,7 +3,7 @@ r"""PyTorch checkpoints (`torch.save`), read without PyTorch and without executi
 A checkpoint is a pickle next to raw storages (`xckpt.formats.torch.containers`), or a folder of
 such files (`xckpt.formats.torch.distributed` and `xckpt.formats.torch.deepspeed`). A pickle is a
 program. xckpt interprets it, but records calls instead of making them
-(`xckpt.formats.torch.pickles`), and recognises tensors among the records by a closed table of
+(`xckpt.formats.pickles.machine`), and recognises tensors among the records by a closed table of
 functions (`xckpt.formats.torch.tensors`). Therefore every file opens, whatever classes it names,
 and none can do harm. `xckpt.formats.torch.objects` gives tensors their names.
 
@@ -72,6 +72,10 @@ class Torch(Format):
             Tensors in the order of the pickle.
         """
         notes = kit.Notes()
+        with notes.attached():
+            return self._read(source, notes, all_tensors=all_tensors)
+
+    def _read(self, source: Readable, notes: kit.Notes, *, all_tensors: bool) -> Index:
         if distributed.is_metadata(bytes(source.read(0, min(512, source.size)))):
             return distributed.read(self.name, source, notes)
         content = containers.read(source, notes)

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import archive, kit
-from xckpt.formats.torch.dangers import dangerous
-from xckpt.formats.torch.pickles import Machine
-from xckpt.formats.torch.records import Pairs, spelled
+from xckpt.formats.pickles.machine import Machine
+from xckpt.formats.pickles.scanning import LARGEST, scan
+from xckpt.formats.pickles.records import Pairs, spelled
 from xckpt.formats.torch.tensors import Region, itemsize_of, storage_of
 
 if TYPE_CHECKING:
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from xckpt.formats.torch.tensors import Storage
 
 PREVIEW = b"PYTORCH1"
-_LARGEST_PICKLE = 256 << 20
 # Deflating reduces the pickle of a checkpoint to about a tenth. These limits stop bombs.
 _LARGEST_DEFLATED, _MOST_DEFLATED = 1 << 20, 32
 # torch never deflates storages. A storage beyond these limits is listed, but cannot be read.
 _BOMB, _BOMB_RATIO = 1 << 26, 512
+# Members with pickles, and archives with pickles.
+_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy", ".zip")
 _VERSIONS = range(1, 11)
 _LONGEST_WORD = 32
 _AGAIN = "Load it with torch.load(..., weights_only=True), and save it again"
@@ -126,6 +127,12 @@ def read_zip(source: Readable, notes: kit.Notes) -> FileContents:
         place = partial(_member, members, folder)
         return FileContents(version, value, place, pickle.nbytes, base, byteorder)
 
+    for name, (member, at) in members.items():
+        # torch.load ignores them; other programs may not.
+        is_read = name in {f"{root}/data.pkl", f"{root}/constants.pkl"}
+        if not is_read and name.lower().endswith(_SUFFIXES):
+            content = archive.Content(cursor, member, at)
+            scan(content.whole, member.nbytes, kit.file_name(name), notes)
     has_constants = f"{root}/constants.pkl" in members
     constants = contents(f"{root}/constants") if has_constants else None
     return contents(f"{root}/data")._replace(constants=constants)
@@ -143,7 +150,7 @@ def _root_of(members: Mapping[str, Any]) -> str:
 
 
 def _read_pickle(content: archive.Content, member: archive.Member, notes: kit.Notes) -> Any:
-    most = _LARGEST_PICKLE
+    most = LARGEST
     if member.method != archive.STORED:
         most = min(most, _LARGEST_DEFLATED + _MOST_DEFLATED * member.stored_nbytes)
     if member.nbytes > most:
@@ -158,9 +165,10 @@ def _read_pickle(content: archive.Content, member: archive.Member, notes: kit.No
         if member.method != archive.STORED:
             error.offset = content.at
         raise
-    notes.executes += dangerous(machine.imports)
+    notes.add_code(machine.uses)
     if machine.at < len(data):
         notes.add(f"{len(data) - machine.at} bytes after the pickle are ignored", label)
+        scan(lambda _: data[machine.at :], len(data) - machine.at, label, notes)
     return value
 
 
@@ -198,7 +206,7 @@ def is_legacy(head: bytes) -> bool:
 
 def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
     """Read a chain of pickles and the positions of the storages after it."""
-    machines = _Chain(source)
+    machines = _Chain(source, notes)
     magic, _ = machines.next()
     if magic != _MAGIC:
         raise FormatError(f"the magic number is {spelled(magic)}", offset=0, rule="Magic")
@@ -212,7 +220,6 @@ def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
     value, base = machines.next()
     persistent, nbytes = machines.persistent, machines.at - base
     keys, at = machines.next()
-    notes.executes += machines.executes
     if type(keys) is not list or any(type(key) not in {str, int} for key in keys):
         raise FormatError(f"the keys of storages are {spelled(keys)}", offset=at, rule="Keys")
     kinds: dict[str, Storage] = {}
@@ -270,12 +277,11 @@ def _storages(
 class _Chain:
     """A reader of consecutive pickles of unknown sizes."""
 
-    def __init__(self, source: Readable) -> None:
-        self._source = source
+    def __init__(self, source: Readable, notes: kit.Notes) -> None:
+        self._source, self._notes = source, notes
         self._data = b""
         self.at = 0
         self.persistent: list[Any] = []
-        self.executes: list[str] = []
 
     def next(self) -> tuple[Any, int]:
         """Return the value of the next pickle, and its offset."""
@@ -287,7 +293,7 @@ class _Chain:
                 value = machine.run()
             except FormatError as error:
                 if error.rule not in {"Truncated", "Line"} or len(self._data) >= min(
-                    size, _LARGEST_PICKLE
+                    size, LARGEST
                 ):
                     raise
                 more = min(size, len(self._data) + step)
@@ -295,5 +301,5 @@ class _Chain:
                 step *= 4
             else:
                 self.at, self.persistent = machine.at, machine.persistent
-                self.executes += dangerous(machine.imports)
+                self._notes.add_code(machine.uses)
                 return value, start

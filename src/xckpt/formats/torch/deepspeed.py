@@ -29,7 +29,7 @@ from xckpt.formats import kit
 from xckpt.formats.torch import containers
 from xckpt.formats.torch.objects import ObjectWalk, mapping_of
 from xckpt.formats.torch.partitions import Partitions, Slot, share_of, size_of
-from xckpt.formats.torch.records import Call, Pairs, dict_of, key_text, sizes_of, spelled
+from xckpt.formats.pickles.records import Call, Pairs, dict_of, key_text, sizes_of, spelled
 from xckpt.formats.torch.tensors import Tensors
 from xckpt.index import Shard
 
@@ -105,6 +105,11 @@ class _States:
 def read(format: str, source: Readable) -> Index | None:
     """Read the folder with these states of a model; None if these have the whole model."""
     notes = kit.Notes()
+    with notes.attached():
+        return _read(format, source, notes)
+
+
+def _read(format: str, source: Readable, notes: kit.Notes) -> Index | None:
     model = _States(source, notes)
     reader = _FolderReader(model, notes)
     reason = _reason_for_parts(model)

@@ -26,11 +26,10 @@ from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
 from xckpt.formats import chunks, kit
 from xckpt.formats.torch.containers import read_zip
-from xckpt.formats.torch.dangers import dangerous
 from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.parameters import with_parameters
-from xckpt.formats.torch.pickles import Machine
-from xckpt.formats.torch.records import Call, Global, Pairs, key_text, sizes_of, spelled
+from xckpt.formats.pickles.machine import Machine
+from xckpt.formats.pickles.records import Call, Global, Pairs, key_text, sizes_of, spelled
 from xckpt.formats.torch.tensors import Tensors, dtype_named, element_named, in_elements
 from xckpt.index import Shard, Tensor, is_file_name
 
@@ -101,7 +100,7 @@ def read(format: str, source: Readable, notes: kit.Notes) -> Index:
         raise UnsupportedError(reason, offset=0, rule="Metadata")
     machine = Machine(bytes(source.read(0, source.size)))
     root = machine.run()
-    notes.executes += dangerous(machine.imports)
+    notes.add_code(machine.uses)
     with kit.locating(offset=0):
         reader = _MetadataReader(source, notes, _fields(root, "metadata.Metadata"))
         reader.read_all()

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import CheckpointError, UnsupportedError, shown
-from xckpt.formats.torch.records import (
+from xckpt.formats.pickles.records import (
     Call,
     Global,
     Pairs,

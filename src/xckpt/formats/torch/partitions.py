@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats.torch.records import spelled
+from xckpt.formats.pickles.records import spelled
 from xckpt.index import Part, Tensor, runs_of
 
 if TYPE_CHECKING:

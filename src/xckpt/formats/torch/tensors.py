@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, PayloadMissingError, UnsupportedError, shown
 from xckpt.formats import kit
-from xckpt.formats.torch.records import (
+from xckpt.formats.pickles.records import (
     Call,
     Global,
     Pairs,

@@ -6,7 +6,7 @@ records their meaning (`xckpt.formats.torch.tensors` and `objects`). If a file n
 that name is a text.
 
 Values are None, bool, int, float, str, bytes, tuple, list, and the records of
-`xckpt.formats.torch.records`. Memo and stack hold references, and the interpreter hashes, compares
+`xckpt.formats.pickles.records`. Memo and stack hold references, and the interpreter hashes, compares
 and copies nothing, so time and memory are proportional to the size of the pickle. Some opcodes of
 one byte create objects of a hundred bytes; their total is limited.
 
@@ -21,8 +21,9 @@ from struct import Struct
 from struct import error as StructError  # noqa: N812  "error" is too general
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import FormatError, UnsupportedError, shown
-from xckpt.formats.torch.records import (
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats.pickles.executing import CodeUses
+from xckpt.formats.pickles.records import (
     Call,
     Extension,
     Global,
@@ -54,10 +55,10 @@ class Machine:
         "at",
         "base",
         "data",
-        "imports",
         "memo",
         "persistent",
         "stack",
+        "uses",
     )
 
     def __init__(self, data: bytes, at: int = 0, base: int = 0) -> None:
@@ -69,12 +70,22 @@ class Machine:
         self.memo: dict[int, Any] = {}
         #: All persistent ids, in order.
         self.persistent: list[Persistent] = []
-        #: Modules and names of the functions and classes that the pickle imports.
-        self.imports: dict[tuple[str, str], None] = {}
+        #: The functions and classes that the pickle imports and calls.
+        self.uses = CodeUses()
         self._ints: dict[bytes, tuple[int, ...]] = {}
 
     def run(self) -> Any:
-        """Interpret up to STOP, and return the top of the stack. Then `at` is the next byte."""
+        """Interpret up to STOP, and return the top of the stack. Then `at` is the next byte.
+
+        An error has the code that other programs run before they get there.
+        """
+        try:
+            return self._run()
+        except CheckpointError as error:
+            error.executes = tuple(self.uses.executes)
+            raise
+
+    def _run(self) -> Any:
         data, size = self.data, len(self.data)
         handlers, start, costs = _HANDLERS, self.at, _COSTS
         memory = _MEMORY + _MEMORY_PER_BYTE * size
@@ -181,13 +192,20 @@ class Machine:
 
     def named(self, module: str, name: str) -> None:
         """Push the name of an object in a module."""
-        self.stack.append(Global(module, name))
-        self.imports[module, name] = None
+        record = Global(module, name)
+        self.stack.append(record)
+        self.uses.imported(record)
+
+    def extend(self, code: int) -> None:
+        """Push an entry of the registry ``copyreg`` of the writing program, which is imported."""
+        self.uses.computed(f"entry {code} of the extension registry")
+        self.stack.append(Extension(code))
 
     def call(self, function: Any, args: Any) -> None:
         """Push the record of a call."""
         if type(args) is not tuple:
             raise self.broken("the arguments of a call are not a tuple", "Call", self.at - 1)
+        self.uses.called(function, args)
         self.stack.append(Call(function, args, self.at - 1))
 
     def reduce(self) -> None:
@@ -229,9 +247,10 @@ class Machine:
     def build(self) -> None:
         """Set the state of an instance."""
         state, target = self.pop(), self.top()
+        self.uses.built(target)
         if type(target) is not Call:
             raise self.broken(f"{kind_of(target)} has no state", "Build", self.at - 1)
-        target.state = state
+        target.state, target.is_built = state, True
 
     # --- whole records ---------------------------------------------------------------------------
 
@@ -260,7 +279,7 @@ class Machine:
             indices = tuple(map(_index, puts))
         # The record must not read entries of the memo that it writes itself.
         is_circular = _index(hooks) in indices[:4] or _index(location) == indices[0]
-        if is_circular or key[0] != len(key) - 4:
+        if is_circular or key[0] != len(key) - 4 or entries[3] != _NO_HOOKS:
             return
         text = key[4:].decode()
         ints = self._ints
@@ -367,6 +386,7 @@ def _global(m: Machine) -> None:
 def _stack_global(m: Machine) -> None:
     name, module = m.pop(), m.pop()
     if type(name) is not str or type(module) is not str:
+        m.uses.computed("an import with a computed name")
         raise m.broken("a name is not text", "Global", m.at - 1)
     m.named(module, name)
 
@@ -497,9 +517,9 @@ _HANDLERS: dict[int, Callable[[Machine], object]] = {
     ord("0"): Machine.drop,
     ord("1"): Machine.popped,
     ord("2"): lambda m: m.stack.append(m.top()),
-    0x82: lambda m: m.stack.append(Extension(m.take(1)[0])),
-    0x83: lambda m: m.stack.append(Extension(m.number(_U16))),
-    0x84: lambda m: m.stack.append(Extension(m.number(_I32))),
+    0x82: lambda m: m.extend(m.take(1)[0]),
+    0x83: lambda m: m.extend(m.number(_U16)),
+    0x84: lambda m: m.extend(m.number(_I32)),
     0x97: lambda m: m.stack.append(Extension(-1)),
     0x98: Machine.top,  # READONLY_BUFFER
 }
@@ -520,6 +540,7 @@ for _cost, _codes in (
 # The opcodes after ``_rebuild_tensor_v2`` from the memo: ("storage", class, key, location, numel),
 # offset, size, stride, requires_grad, OrderedDict().
 _REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+_NO_HOOKS = Global("collections", "OrderedDict")
 _GOT, _PUT = rb"(h.|j.{4})", rb"(q.|r.{4})"
 _LONG = rb"|".join(b"\\x8a" + bytes((n,)) + b".{%d}" % n for n in range(1, 9))
 _INT = rb"(?:K.|M..|J.{4}|" + _LONG + rb")"

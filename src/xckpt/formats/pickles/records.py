@@ -25,7 +25,7 @@ _SHOWN, _SHOWN_ITEMS, _SHOWN_LEVELS = 200, 8, 3
 # Modules with other names in earlier or later versions.
 _RENAMED = {"torch.tensor": "torch._tensor", "__builtin__": "builtins", "copy_reg": "copyreg"}
 _RENAMED |= {"numpy._core.multiarray": "numpy.core.multiarray"}
-_RENAMED |= {"numpy._core.numeric": "numpy.core.numeric"}
+_RENAMED |= {"numpy._core.numeric": "numpy.core.numeric", "exceptions": "builtins"}
 
 
 class Global(NamedTuple):
@@ -55,12 +55,13 @@ class PickledSet(list[Any]):
 class Call:
     """A description of a call: of a function, or of a class for an instance."""
 
-    __slots__ = ("args", "at", "function", "pairs", "state", "values")
+    __slots__ = ("args", "at", "function", "is_built", "pairs", "state", "values")
 
     def __init__(self, function: Any, args: tuple[Any, ...], at: int) -> None:
         self.function = function
         self.args = args
         self.at = at  # offset in the pickle
+        self.is_built = False
         self.state: Any = None  # the argument of ``__setstate__``
         self.pairs: Pairs | None = None  # the contents of a subclass of dict
         self.values: list[Any] | None = None  # the contents of a subclass of list
@@ -89,9 +90,14 @@ def name_of(call: Call) -> str:
     return _qualified(call.function) if type(call.function) is Global else ""
 
 
+def renamed(name: Global) -> Global:
+    """Return a name with the module that has it in the newest version."""
+    return Global(_RENAMED.get(name.module, name.module), name.name)
+
+
 @lru_cache(maxsize=256)
 def _qualified(function: Global) -> str:
-    return f"{_RENAMED.get(function.module, function.module)}.{function.name}"
+    return ".".join(renamed(function))
 
 
 def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
