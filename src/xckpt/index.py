@@ -366,11 +366,6 @@ class Tensor:
         return f"{self.method} {kind}, {_group_text(quantization.block, self.shape)}".lstrip()
 
     @property
-    def risks(self) -> tuple[CodeFinding, ...]:
-        """Code that other programs import or run when they load the file."""
-        return code_findings(self.executes, self.imports)
-
-    @property
     def facts(self) -> Mapping[str, Any] | None:
         """The facts that the file states about the tensor, including the names of its axes."""
         if self.dims is None:

@@ -33,6 +33,8 @@ from tests.formats import torch_files as files
 from tests.formats.deepspeed_files import Run
 from tests.formats.gguf_files import gguf_file, text
 from xckpt.cli import main
+from xckpt.formats.pickles.executing import is_accepted
+from xckpt.formats.pickles.records import Global
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,9 +141,7 @@ PICKLES: dict[str, bytes] = {
     + CANARY
     + b"b",
     "builtins.eval": files.called(builtin("eval"), files.text(EVAL)),
-    "builtins.eval of Python 2": files.called(
-        files.name("__builtin__", "eval"), files.text(EVAL)
-    ),
+    "builtins.eval of Python 2": files.called(files.name("__builtin__", "eval"), files.text(EVAL)),
     "getattr of a module": files.called(
         files.called(
             builtin("getattr"),
@@ -160,9 +160,7 @@ PICKLES: dict[str, bytes] = {
     ),
     "marshal": files.called(
         builtin("eval"),
-        files.called(
-            files.name("marshal", "loads"), b"B" + struct.pack("<I", len(CODE)) + CODE
-        ),
+        files.called(files.name("marshal", "loads"), b"B" + struct.pack("<I", len(CODE)) + CODE),
     ),
     "Counter of a map": files.called(files.name("collections", "Counter"), instance(*MAP)),
     "a constructor of NumPy": files.called(
@@ -206,7 +204,9 @@ def unpickled(tmp_path: Path) -> dict[str, bool]:
     )
     data = pickle.dumps({name: pickled(value) for name, value in PICKLES.items()})
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, input=data, cwd=tmp_path, capture_output=True, check=True)
+    result = subprocess.run(  # noqa: S603  our own
+        command, input=data, cwd=tmp_path, capture_output=True, check=True
+    )
     done: dict[str, bool] = pickle.loads(result.stdout)
     return done
 
@@ -399,8 +399,9 @@ def test_values_are_harmless(name: str, protocol: int, tmp_path: Path) -> None:
 
 
 def test_arrays_of_objects_are_harmless(tmp_path: Path) -> None:
-    np.savez(tmp_path / "m.npz", a=HARMLESS["array of objects"], b=np.ones(2))
-    np.save(tmp_path / "m.npy", HARMLESS["array of objects"])
+    array: Any = HARMLESS["array of objects"]
+    np.savez(tmp_path / "m.npz", a=array, b=np.ones(2))
+    np.save(tmp_path / "m.npy", array)
     for name in ("m.npz", "m.npy"):
         assert xckpt.read_index(tmp_path / name).executes == ()
 
@@ -491,7 +492,10 @@ def layer(kind: str, config: Any, **more: Any) -> dict[str, Any]:
 DENSE = {"module": "keras.layers", "registered_name": None}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "lambda": (layer("Lambda", {"function": layer("__lambda__", {"code": "4wA="})}), "executes"),
-    "lambda of Keras 2": (layer("Lambda", {"name": "l", "function": ["4wA=", None, None]}), "executes"),
+    "lambda of Keras 2": (
+        layer("Lambda", {"name": "l", "function": ["4wA=", None, None]}),
+        "executes",
+    ),
     "module of Python": (layer("function", "system", module="os"), "executes"),
     "tool of Keras": (layer("function", "get_file", module="keras.utils"), "executes"),
     "module of a package": (layer("Mine", {}, module="mine.layers"), "imports"),
@@ -548,7 +552,7 @@ class TestWhereItIsShown:
             lambda path: " ".join(xckpt.findings(path)["explanation"]),
             lambda path: " ".join(xckpt.open(path).ckpt.findings()["explanation"]),
             lambda path: " ".join(xckpt.findings(xckpt.stats(path))["explanation"]),
-            lambda path: str(xckpt.open(path).ckpt.explore().get_state()),
+            lambda path: xckpt.open(path).ckpt.explore().children[0].value,
         ],
         ids=["verify", "index", "ds", "summary", "html", "path", "Dataset", "stats", "explorer"],
     )
@@ -556,9 +560,75 @@ class TestWhereItIsShown:
         assert f"{NAME}.mkdir" in shown(path)
 
     def test_finding(self, path: Path) -> None:
-        (finding,) = xckpt.findings(path, ignore="all_zero").query("rule == 'executes'").itertuples()
+        (finding,) = (
+            xckpt.findings(path, ignore="all_zero").query("rule == 'executes'").itertuples()
+        )
         assert (finding.tensor, finding.severity, finding.value) == ("", "error", 1)
 
     def test_a_copy_has_no_code(self, path: Path, tmp_path: Path) -> None:
         xckpt.convert(path, tmp_path / "m.safetensors", tensors="w")
         assert xckpt.verify(tmp_path / "m.safetensors").status == "unchecked"
+
+
+def pickled_by(torch: Any) -> dict[str, Any]:
+    """Return values that training programs save."""
+    from torch import nn, optim
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    values: dict[str, Any] = {"model": model.state_dict()}
+    for name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "Rprop"):
+        optimizer = getattr(optim, name)(model.parameters(), lr=1e-3)
+        model(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+        values[name] = optimizer.state_dict()
+        values[f"{name} with a schedule"] = optim.lr_scheduler.StepLR(optimizer, 2).state_dict()
+    values["rng"] = {"torch": torch.get_rng_state(), "numpy": np.random.get_state()}
+    values["types"] = [torch.ones(2, dtype=t) for t in (torch.bfloat16, torch.float8_e4m3fn)]
+    values["sparse"] = torch.eye(3).to_sparse()
+    values["others"] = [torch.ones(2, device="meta"), torch.Size([1]), torch.device("cpu")]
+    values["parameter"] = nn.Parameter(torch.ones(2))
+    values["arguments"] = {"args": Namespace(lr=0.1), "epoch": 3, "best": np.float64(0.5)}
+    return values
+
+
+class TestLibraries:
+    """Files of real libraries, of the extra ``oracles``."""
+
+    def test_the_list_has_all_names_that_torch_accepts(self) -> None:
+        pytest.importorskip("torch")
+        from torch._weights_only_unpickler import _get_allowed_globals
+
+        names = [Global(*name.rsplit(".", 1)) for name in _get_allowed_globals()]
+        assert [name for name in names if not is_accepted(name)] == []
+
+    @pytest.mark.parametrize("is_legacy", [False, True])
+    def test_values_of_torch(self, is_legacy: bool, tmp_path: Path) -> None:
+        torch = pytest.importorskip("torch")
+        for name, value in pickled_by(torch).items():
+            path = tmp_path / f"{name}.pt"
+            torch.save(value, path, _use_new_zipfile_serialization=not is_legacy)
+            index = xckpt.read_index(path)
+            assert (name, index.executes, index.imports) == (name, (), ())
+
+    def test_models_of_torchvision_and_timm(self, tmp_path: Path) -> None:
+        torch = pytest.importorskip("torch")
+        models = {
+            "vision": pytest.importorskip("torchvision").models.squeezenet1_1(),
+            "timm": pytest.importorskip("timm").create_model("vit_tiny_patch16_224", depth=1),
+        }
+        for name, model in models.items():
+            state = {"state_dict": model.state_dict(), "args": Namespace(model=name), "arch": name}
+            torch.save(state, tmp_path / name)
+            assert xckpt.read_index(tmp_path / name).executes == ()
+            torch.save(model, tmp_path / name)
+            index = xckpt.read_index(tmp_path / name)
+            assert not index.executes
+            assert index.imports
+
+    def test_arguments_of_transformers(self, tmp_path: Path) -> None:
+        torch = pytest.importorskip("torch")
+        transformers = pytest.importorskip("transformers")
+        arguments = transformers.TrainingArguments(tmp_path / "run", report_to=[], use_cpu=True)
+        torch.save(arguments, tmp_path / "training_args.bin")
+        index = xckpt.read_index(tmp_path / "training_args.bin")
+        assert (index.executes, index.imports) == ((), ())

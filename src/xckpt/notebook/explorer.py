@@ -31,6 +31,7 @@ import traitlets
 
 from xckpt.errors import shown
 from xckpt.formatting import UNKNOWN, binary_size, printable, shape_text, shortened, word
+from xckpt.notebook.documents import Sentence
 from xckpt.notebook.folding import CODES
 from xckpt.notebook.html import colors_of
 from xckpt.notebook.shown import View
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
+    from xckpt.notebook.documents import Block
     from xckpt.notebook.summary import KnownResults, Summary
     from xckpt.tensor_rows import Row
 
@@ -174,6 +176,12 @@ class Background:
                 self._failed(error)
 
 
+def _messages(summary: Summary) -> list[ipywidgets.HTML]:
+    """Return the errors about the file, such as code that it runs elsewhere."""
+    blocks: list[Block] = [Sentence("error", text) for text in summary.errors]
+    return [ipywidgets.HTML(View(blocks)._repr_html_())] if blocks else []
+
+
 class Explorer(ipywidgets.VBox):
     """A widget to search, sort and examine tensors.
 
@@ -238,7 +246,7 @@ class Explorer(ipywidgets.VBox):
         self._many = Background(self._stopped)
         self._table = _Table(rows, statistics)
         self._progress = _ProgressBar(self._many.cancel)
-        super().__init__(children=[self._table, self._progress])
+        super().__init__(children=[*_messages(summary), self._table, self._progress])
         if computed is not None:
             self._keep(computed)
         self._table.on_msg(self._hear)

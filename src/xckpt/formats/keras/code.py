@@ -53,9 +53,7 @@ def _add(entry: dict[str, Any], notes: kit.Notes) -> None:
         notes.executes.append(f"a lambda of Keras, layer {layer}")
     elif type(module) is str:
         text = f"{module[:_LONGEST]}.{name[:_LONGEST]}"
-        if is_own(module) and module != "builtins":
-            notes.executes.append(text)
-        elif is_function and module.startswith(_TOOLS):
+        if (is_own(module) and module != "builtins") or (is_function and module.startswith(_TOOLS)):
             notes.executes.append(text)
         elif module.partition(".")[0] not in _KERAS:
             notes.imports.append(text)

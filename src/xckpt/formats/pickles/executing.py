@@ -18,15 +18,10 @@ what it does. Calls of anything else run code with arguments from the file.
 
 from __future__ import annotations
 
-import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xckpt.errors import shown
 from xckpt.formats.pickles.records import Call, Global, Persistent, renamed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _MOST, _LONGEST = 100, 100  # names, and characters of each part
 
@@ -45,9 +40,9 @@ _BUILTINS = "bool bytearray bytes complex dict ellipsis float frozenset int list
 _BUILTINS += " set slice str tuple type unicode NotImplemented basestring xrange"
 _PATHS = "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"
 
-# Names by module; an asterisk stands for the element types of the module.
+# Names by module; element types, and classes of storages and tensors are added below.
 _ACCEPTED: dict[str, str] = {
-    # torch.load(weights_only=True)
+    # PyTorch, with weights_only
     "torch": f"Size Tensor device per_channel_affine per_channel_affine_float_qparams"
     f" per_channel_symmetric per_tensor_affine per_tensor_symmetric bool bcomplex32 complex32"
     f" complex64 complex128 float4_e2m1fn_x2 {_FLOATS} {_SIGNED}"
@@ -110,6 +105,7 @@ _ACCEPTED: dict[str, str] = {
     # records of training programs
     "accelerate.state": "PartialState",
     "accelerate.utils.dataclasses": "DistributedType",
+    "timm.layers.format": "Format",
     "transformers.debug_utils": "DebugOption",
     "transformers.trainer_pt_utils": "AcceleratorConfig",
     "transformers.trainer_utils": f"SchedulerType {_STRATEGIES}",

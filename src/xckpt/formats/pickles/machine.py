@@ -6,9 +6,9 @@ records their meaning (`xckpt.formats.torch.tensors` and `objects`). If a file n
 that name is a text.
 
 Values are None, bool, int, float, str, bytes, tuple, list, and the records of
-`xckpt.formats.pickles.records`. Memo and stack hold references, and the interpreter hashes, compares
-and copies nothing, so time and memory are proportional to the size of the pickle. Some opcodes of
-one byte create objects of a hundred bytes; their total is limited.
+`xckpt.formats.pickles.records`. Memo and stack hold references, and the interpreter hashes,
+compares and copies nothing, so time and memory are proportional to the size of the pickle. Some
+opcodes of one byte create objects of a hundred bytes; their total is limited.
 
 Specification: Lib/pickletools.py of CPython 3.13.
 """

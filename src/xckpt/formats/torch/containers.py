@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import archive, kit
 from xckpt.formats.pickles.machine import Machine
-from xckpt.formats.pickles.scanning import LARGEST, scan
 from xckpt.formats.pickles.records import Pairs, spelled
+from xckpt.formats.pickles.scanning import LARGEST, scan
 from xckpt.formats.torch.tensors import Region, itemsize_of, storage_of
 
 if TYPE_CHECKING:
@@ -292,9 +292,7 @@ class _Chain:
             try:
                 value = machine.run()
             except FormatError as error:
-                if error.rule not in {"Truncated", "Line"} or len(self._data) >= min(
-                    size, LARGEST
-                ):
+                if error.rule not in {"Truncated", "Line"} or len(self._data) >= min(size, LARGEST):
                     raise
                 more = min(size, len(self._data) + step)
                 self._data = bytes(self._source.read(0, more))

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError, MissingShardError, UnsupportedError, shown
 from xckpt.formats import kit
+from xckpt.formats.pickles.records import Call, Pairs, dict_of, key_text, sizes_of, spelled
 from xckpt.formats.torch import containers
 from xckpt.formats.torch.objects import ObjectWalk, mapping_of
 from xckpt.formats.torch.partitions import Partitions, Slot, share_of, size_of
-from xckpt.formats.pickles.records import Call, Pairs, dict_of, key_text, sizes_of, spelled
 from xckpt.formats.torch.tensors import Tensors
 from xckpt.index import Shard
 
