@@ -145,6 +145,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
+        if options.group is not None:
+            return self._groups(source, index, options)["/"]
         with paused_collector():
             ds = make_dataset(source, index, options)
         return finish_dataset(ds, source, index)
@@ -163,16 +165,20 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         Returns
         -------
         dict of str to xarray.Dataset
-            Datasets of modules that have tensors, by path. ``"/"`` is always included, with the
-            attributes of the file.
+            Datasets of modules that have tensors, by path, which is relative to `group`. ``"/"`` is
+            always included, with the attributes of the file.
         """
-        from xckpt.datasets.making import finish_dataset, make_groups
+        return self._groups(*self._open(filename_or_obj, drop_variables, keywords))
+
+    def _groups(self, source: Source, index: Index, options: OpenOptions) -> dict[str, xr.Dataset]:
+        from xckpt.datasets.making import finish_dataset, make_groups, rooted
         from xckpt.index import paused_collector
 
-        source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         axis_names = formats.get(index.format).module_axes
         with paused_collector():
             datasets = make_groups(source, index, options, axis_names)
+        if options.group is not None:
+            datasets = rooted(datasets, options.group, source.name)
         finish_dataset(datasets["/"], source, index)
         return datasets
 

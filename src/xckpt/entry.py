@@ -109,6 +109,7 @@ def open(  # noqa: A001  as gzip.open and others
 
     others: dict[str, Any] = {"tensors": tensors, **options}
     keywords = {name: others.pop(name) for name in OpenOptions.keywords()}
+    keywords["dask"] &= others.get("chunks", ...) is not None
     source: Any = path  # xarray's annotation lacks lists
     if isinstance(path, Index):
         source, engine = path.source, engine or path.format

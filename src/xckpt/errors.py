@@ -198,7 +198,10 @@ class CheckpointError(Exception):
 
 
 def _rebuild(kind: type[CheckpointError], fields: dict[str, Any]) -> CheckpointError:
-    return kind(**fields)
+    executes = fields.pop("executes", ())
+    error = kind(**fields)
+    error.executes = executes
+    return error
 
 
 class FormatError(CheckpointError, ValueError):

@@ -139,6 +139,8 @@ class OpenKeywords(StepKeywords, total=False):
     """Options of `xckpt.datasets.options.OpenOptions`, for functions that open one checkpoint."""
 
     join: Literal["exact", "outer"]
+    group: str | None
+    dask: bool
 
 
 class TransferOptions(SelectOptions, total=False):

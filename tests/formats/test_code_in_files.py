@@ -256,6 +256,14 @@ class TestPickles:
         assert "UNSAFE" in out
         assert name in out
 
+    def test_errors_keep_it_when_they_are_pickled(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.pt"
+        data = pickled(PICKLES["before an error"])
+        path.write_bytes(files.zipped({"m/data.pkl": data, "m/version": b"3\n"}))
+        with pytest.raises(xckpt.FormatError) as caught:
+            xckpt.read_index(path)
+        assert pickle.loads(pickle.dumps(caught.value)).executes == (f"{NAME}.mkdir",)
+
     def test_a_class_without_arguments_is_an_import(self, tmp_path: Path) -> None:
         path = tmp_path / "module.pt"
         path.write_bytes(files.archive(instance(files.name("torch.nn.modules.linear", "Linear"))))
@@ -582,7 +590,8 @@ def pickled_by(torch: Any) -> dict[str, Any]:
         optimizer.step()
         values[name] = optimizer.state_dict()
         values[f"{name} with a schedule"] = optim.lr_scheduler.StepLR(optimizer, 2).state_dict()
-    values["rng"] = {"torch": torch.get_rng_state(), "numpy": np.random.get_state()}
+    state = np.random.RandomState(0).get_state()
+    values["rng"] = {"torch": torch.get_rng_state(), "numpy": state}
     values["types"] = [torch.ones(2, dtype=t) for t in (torch.bfloat16, torch.float8_e4m3fn)]
     values["sparse"] = torch.eye(3).to_sparse()
     values["others"] = [torch.ones(2, device="meta"), torch.Size([1]), torch.device("cpu")]

@@ -22,11 +22,13 @@ from xckpt.datasets.stack_records import (
     marked_encoding,
     record_stack,
 )
-from xckpt.datasets.variables import LazyVariable, preferred_chunks
+from xckpt.datasets.variables import LazyVariable, preferred_chunks, xarray_variable
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
+from xckpt.errors import shown
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
 from xckpt.labels.attributes import StackedAttrs, stack_attrs
+from xckpt.labels.filters import suggest_names
 from xckpt.storage.source import ShardedSource, sources_of
 from xckpt.structure.dims import axes_of, dims_of, with_stated
 from xckpt.upstream.xarray_trees import assemble_dataset
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     import dask.array as da
 
     from xckpt.arrays import LazyArray
+    from xckpt.arrays.keys import Chunks
     from xckpt.arrays.stacked import TensorArrays
     from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index, Part, Tensor
@@ -154,6 +157,26 @@ def make_groups(
             if ds is not None and leaf not in ds.variables:
                 made[path] = xr.Dataset(attrs=attrs)
     return made
+
+
+def rooted(
+    datasets: Mapping[str, xr.Dataset], group: str, source: str
+) -> dict[str, xr.Dataset]:
+    """Return the Datasets of a module and below it, by their paths from there.
+
+    Raise `ValueError` if the file has no such module.
+    """
+    top = f"/{group.strip('/')}".rstrip("/")
+    below = {
+        path[len(top) :] or "/": ds
+        for path, ds in datasets.items()
+        if f"{path.rstrip('/')}/".startswith(f"{top}/")
+    }
+    if not below:
+        modules = [path.lstrip("/") for path in datasets]
+        hint = suggest_names(modules, group.strip("/"))
+        raise ValueError(f"{source}: no module is {shown(group)}{hint}")
+    return {"/": xr.Dataset(), **below}
 
 
 class _Member(NamedTuple):
@@ -358,6 +381,7 @@ class VariableMaker:
     token: str
     target: int  # target size of a chunk, in bytes
     shared: Mapping[str, str]  # owners of the data of tied tensors, by name
+    dask: bool  # otherwise variables have lazy arrays of xarray
 
     @classmethod
     def of(cls, source: Source, listing: Listing, options: OpenOptions) -> Self:
@@ -366,18 +390,31 @@ class VariableMaker:
         format_options = sorted(options.format_options.items())
         files = [(file.name, file.identity) for file in listing.sources.values()]
         token = _digest((files, options.reading, format_options, target))
-        return cls(source.name, token, target, listing.shared)
+        return cls(source.name, token, target, listing.shared, options.dask)
 
     def variable(
         self, listed: Listed, dims: tuple[str, ...], axes: dict[str, dict[str, str | None]]
-    ) -> LazyVariable:
+    ) -> xr.Variable:
         """Make the variable of a listed array that is not stacked."""
-        array = self.array(listed.name, listed.lazy)
         encoding = self.encoding(listed.tensor, listed.role, listed.suffix, axes)
-        encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
-        encoding["original_shape"] = listed.lazy.shape
         attrs = dict(listed.tensor.attrs) if listed.tensor.attrs else None
-        return LazyVariable.of(dims, array, attrs, encoding)
+        return self._variable(listed.name, listed.lazy, dims, attrs, encoding)
+
+    def _variable(
+        self,
+        name: str,
+        lazy: LazyArray,
+        dims: tuple[str, ...],
+        attrs: dict[str, Any] | None,
+        encoding: dict[str, Any],
+        more: str = "",
+    ) -> xr.Variable:
+        chunks = lazy.chunks(self.target)
+        encoding["preferred_chunks"] = preferred_chunks(dims, chunks)
+        encoding["original_shape"] = lazy.shape
+        if not self.dask:
+            return xarray_variable(dims, lazy, attrs, encoding)
+        return LazyVariable.of(dims, self.array(name, lazy, more, chunks), attrs, encoding)
 
     def stack(
         self,
@@ -385,17 +422,14 @@ class VariableMaker:
         dims: tuple[str, ...],
         attrs: dict[str, Any],
         axes: dict[str, dict[str, str | None]],
-    ) -> LazyVariable:
+    ) -> xr.Variable:
         """Make the variable of a stack, with the attributes that its members have in common."""
         if listed.stacked is None:
             raise ValueError(f"{listed.name} is not stacked")
         stack, members = listed.stacked
         # Other tensors of the same file may be stacked under the same name.
         token = _digest((stack.template, stack.indices, stack.present and stack.members))
-        array = self.array(listed.name, listed.lazy, token)
         encoding = _stacked_encoding(members.present, listed.role, self.source)
-        encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
-        encoding["original_shape"] = array.shape
         if self.shared and listed.role is None:
             names = [t.name for t in members.present if t.name in self.shared]
             encoding |= {"shares": {name: self.shared[name] for name in names}} if names else {}
@@ -405,12 +439,12 @@ class VariableMaker:
             listed.suffix,
             stack.indices,
             tuple(attrs),
-            array.name,
+            self._name(listed.name, token),
             OpenedMembers(self, members, listed.suffix, axes),
             stack.present,
         )
         record_stack(encoding, record)
-        return LazyVariable.of(dims, array, attrs or None, encoding)
+        return self._variable(listed.name, listed.lazy, dims, attrs or None, encoding, token)
 
     def encoding(
         self, tensor: Tensor, role: str | None, suffix: str, axes: dict[str, dict[str, str | None]]
@@ -423,10 +457,16 @@ class VariableMaker:
             encoding["shares"] = self.shared[tensor.name]
         return encoding
 
-    def array(self, name: str, lazy: LazyArray, more: str = "") -> da.Array:
+    def array(
+        self, name: str, lazy: LazyArray, more: str = "", chunks: Chunks | None = None
+    ) -> da.Array:
         """Make a dask array over a lazy array."""
-        meta = lazy.empty((0,) * lazy.ndim)
-        return tensor_array(lazy, f"{name}-{self.token}{more}", lazy.chunks(self.target), meta)
+        chunks = lazy.chunks(self.target) if chunks is None else chunks
+        return tensor_array(lazy, self._name(name, more), chunks, lazy.empty((0,) * lazy.ndim))
+
+    def _name(self, name: str, more: str) -> str:
+        """Return the name of a dask array."""
+        return f"{name}-{self.token}{more}"
 
 
 class OpenedMembers(Sequence[StackMember]):

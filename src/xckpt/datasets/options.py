@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from xckpt.index import Index
     from xckpt.labels import TensorFilter
 
-_SWITCHES = frozenset({"decode", "mmap", "sparse", "verify"})
+_SWITCHES = frozenset({"dask", "decode", "mmap", "sparse", "verify"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,14 @@ class OpenOptions:
         Corrections of what tensors are: a glob of tensor names to fields of
         `xckpt.structure.TensorInfo`, such as ``{"*.window": {"role": "constant"}}``; fields are
         ``role``, ``component``, ``module_type`` and ``slot``. The last match wins.
+    group : str, optional
+        Module to open alone, as a path such as ``"model/layers/0"``: its tensors as
+        `xarray.open_datatree` shows them, and for a tree those below it.
+    dask : bool, default True
+        Whether variables are dask arrays. False gives xarray's own lazy arrays, which read a
+        selection without a graph, keep values after the first read, and take part in ``chunks=``
+        with any chunk manager and in ``load_async``; ``xckpt.open(path, chunks=None)`` does the
+        same.
     format_options : mapping
         Options of a single engine, by keyword.
     """
@@ -89,6 +97,8 @@ class OpenOptions:
     join_ranks: bool | Literal["auto"] = "auto"
     structure: Mapping[str, Mapping[str, str]] | None = None
     storage_options: dict[str, Any] | None = None
+    group: str | None = None
+    dask: bool = True
     format_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -15,9 +16,16 @@ from xckpt.arrays.graph import is_stored, read_small, slice_stored
 from xckpt.arrays.keys import normalize
 from xckpt.labels import explicit_name
 from xckpt.structure import Described, Structure
-from xckpt.upstream.xarray_variables import IS_FAST, ExplicitlyIndexed, data_of, make_variable
+from xckpt.upstream.xarray_variables import (
+    IS_FAST,
+    ExplicitlyIndexed,
+    data_of,
+    indexing,
+    make_variable,
+)
 
 if TYPE_CHECKING:
+    from xckpt.arrays import LazyArray
     from xckpt.arrays.keys import Chunks
 
 
@@ -171,6 +179,31 @@ def _is_basic(entry: Any) -> bool:
     if entry is Ellipsis:
         return True
     return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
+
+
+class TensorArray(xr.backends.BackendArray):
+    """A tensor of a file as a lazy array of xarray."""
+
+    __slots__ = ("dtype", "lazy", "shape")
+
+    def __init__(self, lazy: LazyArray) -> None:
+        self.lazy, self.shape, self.dtype = lazy, lazy.shape, lazy.dtype
+
+    def __getitem__(self, key: Any) -> Any:
+        outer = indexing.IndexingSupport.OUTER
+        return indexing.explicit_indexing_adapter(key, self.shape, outer, self.lazy.__getitem__)
+
+    async def async_getitem(self, key: Any) -> Any:
+        """Read a selection in a thread, while others are read."""
+        return await asyncio.to_thread(self.__getitem__, key)
+
+
+def xarray_variable(
+    dims: tuple[Any, ...], lazy: LazyArray, attrs: dict[Any, Any] | None, encoding: dict[Any, Any]
+) -> xr.Variable:
+    """Return a variable over a lazy array of xarray."""
+    data = indexing.LazilyIndexedArray(TensorArray(lazy))
+    return make_variable(xr.Variable, dims, data, attrs, encoding)
 
 
 def structure_of_variables(variables: Mapping[Any, xr.Variable]) -> Structure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import xarray as xr
+from xarray.core import indexing
 from xarray.core.indexing import ExplicitlyIndexed
 
 from xckpt.upstream import IS_PLAIN
@@ -12,7 +13,14 @@ from xckpt.upstream import IS_PLAIN
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-__all__ = ["IS_FAST", "ExplicitlyIndexed", "data_of", "is_in_memory", "make_variable"]
+__all__ = [
+    "IS_FAST",
+    "ExplicitlyIndexed",
+    "data_of",
+    "indexing",
+    "is_in_memory",
+    "make_variable",
+]
 
 V = TypeVar("V", bound=xr.Variable)
 
