@@ -580,8 +580,7 @@ class TestWhereItIsShown:
 
 def pickled_by(torch: Any) -> dict[str, Any]:
     """Return values that training programs save."""
-    from torch import nn, optim
-
+    nn, optim = torch.nn, torch.optim
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2))
     values: dict[str, Any] = {"model": model.state_dict()}
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "Rprop"):
@@ -604,10 +603,9 @@ class TestLibraries:
     """Files of real libraries, of the extra ``oracles``."""
 
     def test_the_list_has_all_names_that_torch_accepts(self) -> None:
-        pytest.importorskip("torch")
-        from torch._weights_only_unpickler import _get_allowed_globals
-
-        names = [Global(*name.rsplit(".", 1)) for name in _get_allowed_globals()]
+        unpickler = pytest.importorskip("torch._weights_only_unpickler")
+        allowed = unpickler._get_allowed_globals()
+        names = [Global(*name.rsplit(".", 1)) for name in allowed]
         assert [name for name in names if not is_accepted(name)] == []
 
     @pytest.mark.parametrize("is_legacy", [False, True])

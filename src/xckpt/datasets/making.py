@@ -159,9 +159,7 @@ def make_groups(
     return made
 
 
-def rooted(
-    datasets: Mapping[str, xr.Dataset], group: str, source: str
-) -> dict[str, xr.Dataset]:
+def rooted(datasets: Mapping[str, xr.Dataset], group: str, source: str) -> dict[str, xr.Dataset]:
     """Return the Datasets of a module and below it, by their paths from there.
 
     Raise `ValueError` if the file has no such module.
@@ -407,6 +405,7 @@ class VariableMaker:
         dims: tuple[str, ...],
         attrs: dict[str, Any] | None,
         encoding: dict[str, Any],
+        *,
         more: str = "",
     ) -> xr.Variable:
         chunks = lazy.chunks(self.target)
@@ -444,7 +443,7 @@ class VariableMaker:
             stack.present,
         )
         record_stack(encoding, record)
-        return self._variable(listed.name, listed.lazy, dims, attrs or None, encoding, token)
+        return self._variable(listed.name, listed.lazy, dims, attrs or None, encoding, more=token)
 
     def encoding(
         self, tensor: Tensor, role: str | None, suffix: str, axes: dict[str, dict[str, str | None]]

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import base64
 import json
-from math import isqrt, log
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import product
+from math import isqrt, log, prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.addresses import real
 from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
@@ -26,9 +27,12 @@ from xckpt.storage.source import sources_of
 from xckpt.structure.dims import dims_of, with_stated
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from xckpt.index import Tensor
+    import numpy as np
+
+    from xckpt.index import Index, Tensor
+    from xckpt.storage import Source
 
 __all__ = ["references"]
 
@@ -95,11 +99,56 @@ def references(
     source, index = open_index(
         path, engine, storage_options=storage_options, whole=False, **format_options
     )
-    files = sources_of(source, index.shards)
     refs: dict[str, Any] = {
         ".zgroup": _json({"zarr_format": 2}),
-        ".zattrs": _json(_plain(index.attrs)),
+        ".zattrs": _json(plain_attrs(index.attrs)),
     }
+    for array in stored_arrays(source, index, tensors, dims):
+        refs |= _array(array)
+    return {"version": 1, "refs": refs}
+
+
+class StoredArray(NamedTuple):
+    """A raw tensor that readers of zarr can open, with the chunks that it is cut into."""
+
+    tensor: Tensor
+    dims: tuple[str, ...]
+    url: str  # of the file with its elements
+    chunk_shape: tuple[int, ...]
+
+    @property
+    def order(self) -> str:
+        """Order of the elements in the file, "C" or "F"."""
+        return self.tensor.order if self.tensor.ndim > 1 else "C"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the stored elements, with their byte order."""
+        part = self.tensor.parts["data"]
+        return stored_dtype(part.dtype).newbyteorder(">" if part.byteorder == "big" else "<")
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each axis."""
+        pairs = zip(self.tensor.shape, self.chunk_shape, strict=True)
+        return tuple([size // step for size, step in pairs])
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Offset and size in bytes of each chunk, along the only axis that is cut."""
+        part, count = self.tensor.parts["data"], prod(self.grid)
+        nbytes = part.nbytes // max(1, count)
+        return [(part.offset + number * nbytes, nbytes) for number in range(count)]
+
+
+def stored_arrays(
+    source: Source,
+    index: Index,
+    tensors: TensorFilter | None,
+    dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None,
+) -> Iterator[StoredArray]:
+    """Yield the tensors that readers of zarr can open, and warn about the others."""
+    files = sources_of(source, index.shards)
     names = AxisNamer(dims, set(index.tensors))
     suggested = with_stated(index, {} if names.by_size else dims_of(index))
     names.survey(index.tensors, suggested)
@@ -122,14 +171,15 @@ def references(
             left_out.setdefault("as their shard is missing", []).append(name)
             continue
         axes = names.name_axes(name, tensor.shape, suggested.get(name), (), name)
-        refs.update(_array(tensor, axes, url, target))
+        itemsize = stored_dtype(tensor.parts["data"].dtype).itemsize
+        order = tensor.order if tensor.ndim > 1 else "C"
+        yield StoredArray(tensor, axes, url, _chunk_shape(tensor.shape, itemsize, target, order))
     for reason, omitted in left_out.items():
         names_text = ", ".join(map(shown, omitted[:_MOST_NAMES]))
         more = len(omitted) - _MOST_NAMES
         text = f"{source.name}: left out, {reason}: {names_text}"
         text += f" and {more} more" if more > 0 else ""
         warn(text)
-    return {"version": 1, "refs": refs}
 
 
 def _obstacle(tensor: Tensor) -> str | None:
@@ -163,38 +213,32 @@ def _obstacle(tensor: Tensor) -> str | None:
     return None
 
 
-def _array(tensor: Tensor, axes: tuple[str, ...], url: str, target: int) -> dict[str, Any]:
+def _array(array: StoredArray) -> dict[str, Any]:
     """Return the references of one array."""
-    part = tensor.parts["data"]
-    order = tensor.order if tensor.ndim > 1 else "C"
-    chunk = _chunk_shape(tensor.shape, stored_dtype(part.dtype).itemsize, target, order)
-    attrs = {**_plain(tensor.attrs), "_ARRAY_DIMENSIONS": list(axes)}
-    array = {
+    tensor, part = array.tensor, array.tensor.parts["data"]
+    metadata = {
         "zarr_format": 2,
         "shape": list(tensor.shape),
-        "chunks": list(chunk),
-        "dtype": stored_dtype(part.dtype).newbyteorder(">" if part.byteorder == "big" else "<").str,
+        "chunks": list(array.chunk_shape),
+        "dtype": array.dtype.str,
         "compressor": None,
         "filters": None,
         "fill_value": None,
-        "order": order,
+        "order": array.order,
     }
+    attrs = {**plain_attrs(tensor.attrs), "_ARRAY_DIMENSIONS": list(array.dims)}
     refs: dict[str, Any] = {
-        f"{tensor.name}/.zarray": _json(array),
+        f"{tensor.name}/.zarray": _json(metadata),
         f"{tensor.name}/.zattrs": _json(attrs),
     }
     if tensor.size and part.inline is not None:
         key = f"{tensor.name}/{'.'.join('0' * tensor.ndim) or '0'}"
         refs[key] = "base64:" + base64.b64encode(part.inline).decode()
     elif tensor.size:
-        axis = 0 if order == "C" else tensor.ndim - 1
-        count = tensor.shape[axis] // chunk[axis] if tensor.ndim else 1
-        nbytes = part.nbytes // count
-        for number in range(count):
-            position = ["0"] * max(1, tensor.ndim)
-            position[axis if tensor.ndim else 0] = str(number)
-            key = f"{tensor.name}/{'.'.join(position)}"
-            refs[key] = [url, part.offset + number * nbytes, nbytes]
+        positions = product(*map(range, array.grid)) if tensor.ndim else [(0,)]
+        for position, (offset, nbytes) in zip(positions, array.ranges, strict=True):
+            key = f"{tensor.name}/{'.'.join(map(str, position))}"
+            refs[key] = [array.url, offset, nbytes]
     return refs
 
 
@@ -210,7 +254,7 @@ def _chunk_shape(shape: tuple[int, ...], itemsize: int, target: int, order: str)
     return (*shape[:axis], step, *shape[axis + 1 :])
 
 
-def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:
+def plain_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Keep the attributes that JSON has."""
     plain = {}
     for key, value in attrs.items():
