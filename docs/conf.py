@@ -15,6 +15,7 @@ release = xckpt.__version__
 
 extensions = ["myst_nb", "numpydoc", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
+html_extra_path = ["extra"]  # for programs: llms.txt, and schemas of JSON
 html_theme = "furo"
 html_title = "xckpt"
 pygments_dark_style = "a11y-dark"  # the default one underlines modules, like links
