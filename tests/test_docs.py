@@ -238,7 +238,7 @@ def test_the_command_line() -> None:
         name
         for parameter in parameters
         if isinstance(parameter, click.Option)
-        for name in parameter.opts
+        for name in (*parameter.opts, *parameter.secondary_opts)
     }
     assert described == options
     for command in commands.commands:

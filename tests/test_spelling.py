@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,53 +10,80 @@ import numpy as np
 import pytest
 
 import xckpt
-from xckpt.accessor import CheckpointAccessor
+from tests.option_table import page, surfaces
 from xckpt.cli import commands, main
-from xckpt.datasets.options import OpenOptions
 from xckpt.options import text_of
-from xckpt.plots import Plots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SELECTING = ("tensors", "exclude", "only")
-SCANNING = (*SELECTING, "progress", "cache")
-FUNCTIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("stats", "histogram", "spectrum", "compare", "findings", "report"), SCANNING),
-    **dict.fromkeys(("verify", "manifest", "convert"), (*SELECTING, "progress")),
-    "open": SELECTING,
+OF_ONE = "one tensor is named"
+OF_ALL = "all tensors are needed: find() selects before"
+OF_RESULT = "a result has its tensors"
+# Why a function, method, picture or command does not take an option.
+LACKING: dict[str, dict[str, str]] = {
+    "xckpt.": {
+        **dict.fromkeys(("append", "save"), "tensors= in find() or open() before"),
+        "join_optimizer": OF_ALL,
+        "read_index": "a header is read, and an Index is a mapping",
+        "table": OF_RESULT,
+    },
+    "ds.ckpt.": {
+        **dict.fromkeys(("adapters", "updates", "merge", "plain", "explore"), OF_ALL),
+        **dict.fromkeys(("by", "table"), OF_RESULT),
+        **dict.fromkeys(("by_base_id", "param_key"), OF_ONE),
+        **dict.fromkeys(("sel", "isel", "stack", "unstack"), "modules are selected"),
+        "save": "tensors= in find() before",
+    },
+    "ds.ckpt.plot.": dict.fromkeys(("heatmap", "spectrum"), OF_ONE),
+    "xckpt": {},
+    "xarray.open_dataset": {},
 }
-METHODS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("stats", "histogram", "spectrum", "compare", "findings", "report"), SCANNING),
-    "manifest": (*SELECTING, "progress"),
-    "find": SELECTING,
+READING = {
+    "xckpt.": "append compare convert findings histogram manifest report save spectrum stats "
+    "verify",
+    "ds.ckpt.": "compare findings histogram manifest report save spectrum stats",
+    "xckpt": "compare convert manifest report spectrum stats verify",
 }
-PICTURES = ("layers", "histogram", "treemap", "by", "steps", "compare", "error")
-SURFACES = [
-    *((f"xckpt.{n}", getattr(xckpt, n), options) for n, options in FUNCTIONS.items()),
-    *((f".ckpt.{n}", getattr(CheckpointAccessor, n), options) for n, options in METHODS.items()),
-    *((f".plot.{n}", getattr(Plots, n), SELECTING) for n in PICTURES),
-]
-CASES = [
-    pytest.param(call, option, id=f"{name}-{option}")
-    for name, call, options in SURFACES
-    for option in options
-]
+CACHED = {"xckpt.": "compare findings histogram report spectrum stats"}
+CACHED |= {"ds.ckpt.": CACHED["xckpt."], "xckpt": "compare report spectrum stats verify"}
 
 
-def entry(docstring: str | None, option: str) -> str:
-    """Return the description of a parameter, without its indentation."""
-    text = inspect.cleandoc(docstring or "")
-    match = re.search(rf"^{option} : .*\n(?:    .*\n)+", text, re.MULTILINE)
-    assert match is not None, f"{option} is not described"
-    return match[0].rstrip()
+@pytest.mark.parametrize("option", SELECTING)
+@pytest.mark.parametrize("kind", LACKING)
+def test_tensors_are_selected_by_one_name_and_text_wherever_there_are_several(
+    kind: str, option: str
+) -> None:
+    assert {n for n, has in surfaces()[kind].items() if option not in has} == set(LACKING[kind])
 
 
-@pytest.mark.parametrize(("call", "option"), CASES)
-def test_an_option_is_accepted_with_the_same_text(call: Any, option: str) -> None:
-    assert option in inspect.signature(call).parameters
-    owner = OpenOptions if option in SELECTING else xckpt.stats
-    assert entry(call.__doc__, option) == entry(owner.__doc__, option)
+@pytest.mark.parametrize(("option", "expected"), [("progress", READING), ("cache", CACHED)])
+def test_calls_that_read_elements_take_the_options_of_a_scan(
+    option: str, expected: dict[str, str]
+) -> None:
+    found = {
+        kind: " ".join(sorted(name for name, has in named.items() if option in has))
+        for kind, named in surfaces().items()
+    }
+    assert {kind: names for kind, names in found.items() if names} == expected
+
+
+def test_an_option_of_one_name_has_one_text() -> None:
+    others = {
+        (kind + name, option)
+        for kind, named in surfaces().items()
+        for name, options in named.items()
+        for option in options
+        if "of its own" in option
+    }
+    # Blocks of a matrix, not of a table.
+    assert others == {("ds.ckpt.plot.heatmap", "columns of its own")}
+
+
+def test_the_page_on_options_is_current() -> None:
+    text = (Path(__file__).parents[1] / "docs/options.md").read_text("utf-8")
+    assert text == f"{page()}\n", "python -m tests.option_table > docs/options.md"
 
 
 @pytest.mark.parametrize("command", sorted(commands.commands))

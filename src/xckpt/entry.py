@@ -172,10 +172,6 @@ def report(
         Checkpoint to compare with.
     names : "auto", mapping, callable, or pair of a regular expression and its replacement
         From the name of a tensor to the name in `other`; see `compare`.
-    explain : bool, default True
-        Whether to search for the reasons of differences, which takes longer; see `compare`.
-    overwrite : bool, default False
-        Whether to replace an existing file.
 
     Raises
     ------

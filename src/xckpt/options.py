@@ -50,6 +50,7 @@ __all__ = [
     "suggest_option",
     "takes",
     "text_of",
+    "texts_of_options",
 ]
 
 P = ParamSpec("P")
@@ -318,11 +319,18 @@ def renamed(old: str, new: str) -> Callable[[F], F]:
     return decorate
 
 
+def texts_of_options() -> dict[str, str]:
+    """Return the first sentence on each shared option."""
+    texts = {}
+    for option, entry in _split_entries(_TEXTS)[1].items():
+        text = re.sub(r"\s+", " ", entry.partition("\n")[2]).strip()
+        texts[option] = re.split(r"(?<=[^.])\. ", text)[0].rstrip(".") + "."
+    return texts
+
+
 def text_of(option: str) -> str:
     """Return the first sentence on an option without markup, for a command."""
-    description = _split_entries(_TEXTS)[1][option].partition("\n")[2]
-    text = re.sub(r"\s+", " ", description).replace("`", "").strip()
-    return re.split(r"(?<=[^.])\. ", text)[0].rstrip(".") + "."
+    return texts_of_options()[option].replace("`", "")
 
 
 def described(docstring: str, names: Iterable[str], source: str = _TEXTS) -> str:

@@ -118,11 +118,6 @@ def compare(
     codes : bool
         Examine the codes and scales of the quantised tensors of `b`, in two more passes, for the
         statistics from ``saturated`` to ``gain_db``.
-    explain : bool
-        Find out why tensors differ (rounded, transposed, renamed, quantised, ...), in one or two
-        more passes over the tensors that differ. The result has ``attrs["explanation"]``, a
-        sentence about all tensors, exceptions first. Each variable has the attributes below, as
-        lists if it is stacked; they are columns of a table.
     adapter : path, mapping, Index or xarray.Dataset, optional
         Adapter, such as LoRA: verify that `b` is `a` with the adapter merged into it. Implies
         `explain`. A tensor that the adapter changes is explained, with the cause ``merged``, if
@@ -189,7 +184,9 @@ def compare(
         element is finite on both sides, ``max_abs`` and all statistics after it are NaN.
         Differences of complex numbers are magnitudes.
 
-        With `explain`, variables also have:
+        With `explain`, ``attrs["explanation"]`` is a sentence about all tensors, exceptions first,
+        and variables also have the attributes below, as lists if they are stacked. They are columns
+        of a table.
 
         ====================  ==================================================================
         ``outcome``           ``explained``: one tensor follows from the other by admitted

@@ -299,7 +299,7 @@ def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None)
         Path, URL, or content of the file. Several files, a glob or an index of shards
         (``*.index.json``) are one checkpoint.
     storage_options : dict, optional
-        Options for the storage of a URL.
+        Credentials, time limits and other options of URLs, such as ``{"anon": True}``.
 
     Returns
     -------

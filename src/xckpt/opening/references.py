@@ -21,9 +21,11 @@ from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import MissingShardError, shown, warn
 from xckpt.labels import AxisNamer, TensorFilter, select
-from xckpt.labels.filters import no_match
+from xckpt.labels.filters import combined, no_match
 from xckpt.opening import open_index
+from xckpt.options import takes
 from xckpt.storage.source import sources_of
+from xckpt.structure import structure_of
 from xckpt.structure.dims import dims_of, with_stated
 
 if TYPE_CHECKING:
@@ -42,11 +44,14 @@ _KINDS = frozenset("biufc")
 _MOST_NAMES = 5
 
 
+@takes()
 def references(
     path: Any,
     engine: str | None = None,
     *,
     tensors: TensorFilter | None = None,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
     dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None = None,
     storage_options: dict[str, Any] | None = None,
     **format_options: Any,
@@ -59,20 +64,17 @@ def references(
         A file, URL, glob, or index of shards.
     engine : str, optional
         Name of the engine; detected from the content by default.
-    tensors : str, iterable of str, re.Pattern or callable, optional
-        Tensors to describe; see `xckpt.datasets.options.OpenOptions`.
     dims : mapping of str to sequence of (str or None), or "size", optional
         Names of axes, as for ``xarray.open_dataset``.
-    storage_options : dict, optional
-        Options for the storage of a URL. They are not part of the result.
     **format_options
         Options of a single engine.
 
     Returns
     -------
     dict
-        References of version 1, to write as JSON. Chunks are cut along the slowest axis, to the
-        ``array.chunk-size`` of dask's configuration if rows are smaller than that.
+        References of version 1, to write as JSON, without `storage_options`. Chunks are cut along
+        the slowest axis, to the ``array.chunk-size`` of dask's configuration if rows are smaller
+        than that.
 
     Raises
     ------
@@ -154,9 +156,10 @@ def stored_arrays(
     names.survey(index.tensors, suggested)
     target = target_nbytes()
     left_out: dict[str, list[str]] = {}
-    selected = select(index.tensors, tensors)
-    if tensors is not None and not selected and index.tensors:
-        warn(f"{index.source}: {no_match(index.tensors, tensors)}")
+    chosen = combined(tensors, exclude, only, lambda: [structure_of(index)])
+    selected = select(index.tensors, chosen)
+    if chosen is not None and not selected and index.tensors:
+        warn(f"{index.source}: {no_match(index.tensors, chosen)}")
     for name in selected:
         tensor = index.tensors[name]
         reason = _obstacle(tensor)

@@ -370,10 +370,6 @@ def append(
         Storage options of the added tensors, as for `xckpt.save`.
     cast : {"exact", "allow", "never"}
         Permitted changes of element type, as for `xckpt.save`.
-    progress : bool or callable, optional
-        Progress bar or callback, as for `xckpt.save`; includes the bytes of the old file.
-    storage_options : dict, optional
-        Options of fsspec if `path` is a URL. The file is downloaded, and the longer one uploaded.
     **format_options
         Options of the format itself.
 
