@@ -105,7 +105,8 @@ def references(
         ".zgroup": _json({"zarr_format": 2}),
         ".zattrs": _json(plain_attrs(index.attrs)),
     }
-    for array in stored_arrays(source, index, tensors, dims):
+    chosen = combined(tensors, exclude, only, lambda: [structure_of(index)])
+    for array in stored_arrays(source, index, chosen, dims):
         refs |= _array(array)
     return {"version": 1, "refs": refs}
 
@@ -156,10 +157,9 @@ def stored_arrays(
     names.survey(index.tensors, suggested)
     target = target_nbytes()
     left_out: dict[str, list[str]] = {}
-    chosen = combined(tensors, exclude, only, lambda: [structure_of(index)])
-    selected = select(index.tensors, chosen)
-    if chosen is not None and not selected and index.tensors:
-        warn(f"{index.source}: {no_match(index.tensors, chosen)}")
+    selected = select(index.tensors, tensors)
+    if tensors is not None and not selected and index.tensors:
+        warn(f"{index.source}: {no_match(index.tensors, tensors)}")
     for name in selected:
         tensor = index.tensors[name]
         reason = _obstacle(tensor)
