@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,10 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.cached_models import EMBEDDINGS, MODELS, decoder, nbytes
 from tests.conftest import GOLDEN
 from tests.documented import write_pickle
-from tests.formats.gguf_files import gguf_file, text
+from tests.formats.gguf_files import gguf_file, listed, text
 from xckpt.cli import main
 from xckpt.errors import CheckpointWarning
 
@@ -241,3 +243,210 @@ def test_a_footprint_shows_its_sizes(tmp_path: Path) -> None:
     assert lines["buffers"][:2] == ["1", "64"]
     assert "bfloat16" in footprint.ckpt._repr_html_()
     assert "precision" not in repr(footprint[["parameters"]].ckpt).split(">")[0]
+
+
+def in_memory(config: Any, tensors: Any = None) -> xr.Dataset:
+    kind = (config or {}).get("model_type", "")
+    embedding = EMBEDDINGS.get(kind, "model.embed_tokens.weight")
+    ds: xr.Dataset = xckpt.open(tensors or {embedding: zeros(64, 32)})
+    return ds.assign_attrs(config=config)
+
+
+def gguf_with(path: Path, architecture: str, **keys: Any) -> Path:
+    """Write a GGUF file with keys of an architecture: numbers, and lists of them."""
+    attrs = {"general.architecture": text(architecture)}
+    for key, value in keys.items():
+        is_list = isinstance(value, list)
+        numbers = [struct.pack("<I", number) for number in (value if is_list else [value])]
+        data = listed(4, numbers) if is_list else struct.pack("<I", 4) + numbers[0]
+        attrs[f"{architecture}.{key.replace('__', '.')}"] = data
+    path.write_bytes(gguf_file(attrs, [("token_embd.weight", (32, 4), 0, 0)], bytes(512)))
+    return path
+
+
+class TestCache:
+    """The state that a model keeps of its tokens."""
+
+    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize(("context", "batch"), [(100, 1), (8192, 4)])
+    def test_published_configs(self, name: str, context: int, batch: int) -> None:
+        model = MODELS[name]
+        footprint = in_memory(model.config).ckpt.footprint(
+            context=context, batch=batch, cache_dtype="float16"
+        )
+        assert footprint["cache_nbytes"].sum() == nbytes(model, context, batch)
+        total = footprint["weights_nbytes"] + footprint["cache_nbytes"].sum()
+        assert footprint["total_nbytes"] == total
+        expected = footprint["precision_nbytes"] + footprint["cache_nbytes"].sum()
+        assert footprint["precision_total"].equals(expected)
+
+    def test_the_config_next_to_a_file_is_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        model = MODELS["Llama 3.1 8B"]
+        xckpt.save({"model.embed_tokens.weight": zeros(64, 32)}, path)
+        (tmp_path / "config.json").write_text(json.dumps(model.config))
+        for footprint in (
+            xckpt.footprint(path, context=100),
+            xckpt.footprint(tmp_path, context=100),
+            xckpt.open(path).ckpt.footprint(context=100),
+        ):
+            assert footprint["cache_nbytes"].sum() == nbytes(model, 100, 1)
+            assert footprint.attrs["cache_dtype"] == "bfloat16"
+        assert "cache_nbytes" not in xckpt.footprint(path)
+
+    def test_types_of_the_cache(self) -> None:
+        ds = in_memory(MODELS["Jamba v0.1"].config)
+        model = MODELS["Jamba v0.1"]
+        for dtype, itemsize in {"fp8_e4m3": 1, "bf16": 2, "float32": 4}.items():
+            footprint = ds.ckpt.footprint(context=64, cache_dtype=dtype)
+            assert footprint["cache_nbytes"].sum() == nbytes(model, 64, 1, itemsize)
+        llama = in_memory(MODELS["Llama 2 7B"].config)
+        sizes = [
+            int(llama.ckpt.footprint(context=64, cache_dtype=dtype)["cache_nbytes"].sum())
+            for dtype in ("float32", "int8", "int4")
+        ]
+        assert sizes == [sizes[0], sizes[0] * 8.5 / 32, sizes[0] * 4.5 / 32]
+
+    def test_widths_that_the_config_leaves_out_are_those_of_the_tensors(self) -> None:
+        config = decoder("gemma3_text", 64, 2, 4, 96, sliding_window=8)
+        del config["num_attention_heads"]
+        tensors = {"model.embed_tokens.weight": zeros(32000, 64), "model.norm.weight": zeros(64)}
+        for n in range(2):
+            block = f"model.layers.{n}"
+            shapes = {"q": (96, 64), "k": (48, 64), "v": (48, 64), "o": (64, 96)}
+            for key, shape in shapes.items():
+                tensors[f"{block}.self_attn.{key}_proj.weight"] = zeros(*shape)
+            for key, shape in {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}.items():
+                tensors[f"{block}.mlp.{key}_proj.weight"] = zeros(*shape)
+            norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+            tensors |= {f"{block}.{norm}_layernorm.weight": zeros(64) for norm in norms}
+        ds = in_memory(config, tensors)
+        footprint = ds.ckpt.footprint(context=100)
+        assert footprint["cache_elements"].to_series().to_dict() == {"sliding window": 2 * 96 * 8}
+
+    @pytest.mark.parametrize(
+        ("config", "reason"),
+        [
+            (None, "no config states the sizes"),
+            ({}, "no model_type"),
+            ({"model_type": "llama"}, "number of layers"),
+            (decoder("gemma3_text", 64, 2, 4, 96), "heads of keys and values"),
+            (decoder("new", 64, 2, 4, 96, num_key_value_heads=2, sliding_window=8), "the window"),
+            (decoder("new", 64, 2, 4, 96, mamba_d_state=2), "layers that have attention"),
+            (decoder("new", 64, 2, 4, 96, layer_types=["full_attention", "odd"]), "kind 'odd'"),
+            (decoder("new", 64, 2, 4, 96, layer_types=["full_attention"]), "kinds of 1 of 2"),
+            (decoder("new", 65, 2, 4, 96, num_key_value_heads=2), "size of a head"),
+            (decoder("mamba", 64, 2, 4, 96), "sizes of the recurrent layers"),
+            (decoder("bert", 64, 2, 4, 96, architectures=["BertModel"]), "BertModel"),
+            (decoder("t5", 64, 2, 4, 96, is_encoder_decoder=True), "encoder"),
+            (decoder("llama", 64, 10**30, 4, 96), "number of layers"),
+            (decoder("llama", 64, 2.0, 4, 96), "number of layers"),
+            (decoder("llama", 64, 2, 4.0, 96), "heads of keys and values"),
+            (decoder("jamba", 64, 2, 4, 96, attn_layer_period=-1, mamba_d_conv=1), "attention"),
+            (decoder("llama", 64, 2, [4], 96, num_key_value_heads=[4]), "heads"),
+        ],
+    )
+    def test_what_the_config_does_not_state_is_unknown(self, config: Any, reason: str) -> None:
+        footprint = in_memory(config).ckpt.footprint(context=100, fits="24GiB")
+        assert re.search(reason, footprint.attrs["unknown"])
+        assert not {"cache_nbytes", "total_nbytes", "precision_total"} & set(footprint)
+        assert footprint["fits"] == "unknown"
+        assert footprint.attrs["unknown"] in repr(footprint.ckpt)
+        assert in_memory(config).ckpt.footprint(context=100, fits=1)["fits"] == "no"
+
+    def test_the_config_of_another_model(self) -> None:
+        config = decoder("llama", 64, 2, 4, 96)
+        tensors = {f"encoder.{n}.conv_{k}.kernel": zeros(4, 4) for n in range(9) for k in "ab"}
+        footprint = in_memory(config, tensors).ckpt.footprint(context=9)
+        assert "another model" in footprint.attrs["unknown"]
+
+    @pytest.mark.parametrize(
+        ("architecture", "keys", "elements"),
+        [
+            ("llama", {"attention__head_count_kv": 2}, 4 * 2 * 2 * 8 * 100),
+            ("gemma2", {"attention__head_count_kv": 2, "attention__sliding_window": 10},
+             2 * 2 * 2 * 8 * (100 + 10)),
+            ("gemma3", {"attention__head_count_kv": 1, "attention__key_length": 16,
+                        "attention__value_length": 12, "attention__sliding_window": 10},
+             4 * (16 + 12) * 10),
+            ("deepseek2", {"attention__head_count_kv": 1, "attention__kv_lora_rank": 20,
+                           "attention__key_length_mla": 9, "rope__dimension_count": 6},
+             4 * (20 + 6) * 100),
+            ("deepseek2", {"attention__head_count_kv": 4, "attention__kv_lora_rank": 20,
+                           "attention__key_length": 9, "attention__value_length": 7},
+             4 * 4 * (9 + 7) * 100),
+            ("jamba", {"attention__head_count_kv": [0, 0, 2, 0], "ssm__conv_kernel": 4,
+                       "ssm__inner_size": 64, "ssm__state_size": 16},
+             2 * 2 * 8 * 100 + 3 * (3 * 64 + 16 * 64)),
+            ("granitehybrid", {"attention__head_count_kv": [0, 2, 0, 0], "ssm__conv_kernel": 4,
+                               "ssm__inner_size": 64, "ssm__state_size": 16,
+                               "ssm__group_count": 1},
+             2 * 2 * 8 * 100 + 3 * (3 * (64 + 32) + 16 * 64)),
+            ("mamba", {"ssm__conv_kernel": 4, "ssm__inner_size": 64, "ssm__state_size": 16},
+             4 * (3 * 64 + 16 * 64)),
+            ("lfm2", {"attention__head_count_kv": [0, 0, 2, 0], "shortconv__l_cache": 3},
+             2 * 2 * 8 * 100 + 3 * 2 * 32),
+        ],
+    )  # fmt: skip
+    def test_keys_of_gguf(
+        self, architecture: str, keys: Any, elements: int, tmp_path: Path
+    ) -> None:
+        sizes = {"block_count": 4, "embedding_length": 32, "attention__head_count": 4}
+        path = gguf_with(tmp_path / "m.gguf", architecture, **sizes, **keys)
+        footprint = xckpt.footprint(path, context=100)
+        assert footprint["cache_elements"].sum() == elements
+        assert footprint.attrs["cache_dtype"] == "float16"
+
+    def test_an_encoder_in_gguf_is_unknown(self, tmp_path: Path) -> None:
+        path = gguf_with(tmp_path / "m.gguf", "nomic-bert", block_count=2)
+        assert "nomic-bert" in xckpt.footprint(path, context=9).attrs["unknown"]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"context": 0}, "context must be a number from 1"),
+            ({"context": True}, "context must be"),
+            ({"context": 8, "batch": -1}, "batch must be"),
+            ({"context": 8, "cache_dtype": "float17"}, "not an element type"),
+            ({"fits": "much"}, "fits must be"),
+        ],
+    )
+    def test_invalid_options(self, options: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            in_memory(MODELS["gpt2"].config).ckpt.footprint(**options)
+
+
+class TestFitting:
+    """Whether a model fits into memory."""
+
+    def test_weights_and_cache_have_to_fit(self, tmp_path: Path, capsys: Any) -> None:
+        path = tmp_path / "model.safetensors"
+        name = "model.embed_tokens.weight"
+        moment = f"optimizer.state.{name}.exp_avg"
+        xckpt.save({name: zeros(1024, 256), moment: zeros(1024, 256)}, path)
+        (tmp_path / "config.json").write_text(json.dumps(decoder("llama", 64, 2, 4, 96)))
+        cache = 2 * 2 * 64 * 1024 * 2
+        options = ["--context", "512", "--batch", "2", "--fits", str(2**20 + cache)]
+        assert main(["footprint", str(path), *options]) == 0
+        out = capsys.readouterr().out
+        assert "weights and cache as stored take 1.5 MiB" in out
+        assert "fits 1.5 MiB" in out
+        options[-1] = str(2**20 + cache - 1)
+        assert main(["footprint", "--json", str(path), *options]) == 1
+        document = json.loads(capsys.readouterr().out)
+        assert document["fits"] == "no"
+        assert document["precision_fits"]["bfloat16"] == "yes"
+        assert document["cache_nbytes"] == {"full attention": cache}
+        assert document["total_nbytes"] == 2**20 + cache
+
+    def test_weights_alone(self, tmp_path: Path, capsys: Any) -> None:
+        xckpt.save({"w": zeros(1024)}, tmp_path / "m.npz")
+        assert main(["footprint", str(tmp_path / "m.npz"), "--fits", "4KiB"]) == 0
+        assert "without cache, activations" in capsys.readouterr().out
+        assert main(["footprint", str(tmp_path / "m.npz"), "--fits", "4095"]) == 1
+
+    def test_an_unknown_cache_is_no_result(self, tmp_path: Path, capsys: Any) -> None:
+        xckpt.save({"w": zeros(1024)}, tmp_path / "m.npz")
+        options = ["--context", "9", "--fits", "1GiB"]
+        assert main(["footprint", str(tmp_path / "m.npz"), *options]) == 2
+        assert "unknown" in capsys.readouterr().out

@@ -27,6 +27,7 @@ FUNCTIONS = {
     "compare": "xckpt.compare('m.npz', {'embed': one})",
     "convert": "xckpt.convert('m.npz', 'new.safetensors')",
     "findings": "xckpt.findings('m.npz')",
+    "footprint": "xckpt.footprint('m.npz', context=10)",
     "histogram": "xckpt.histogram('m.npz', bins=10)",
     "join_optimizer": "xckpt.join_optimizer(xckpt.open('m.npz'), xckpt.open('optimizer.npz'))",
     "manifest": "xckpt.manifest('m.npz')",

@@ -148,6 +148,7 @@ def test_public_names() -> None:
         "compare",
         "convert",
         "findings",
+        "footprint",
         "histogram",
         "join_optimizer",
         "manifest",

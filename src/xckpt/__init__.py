@@ -6,6 +6,7 @@
 `compare`, `findings`, `report`     explain differences, list signs of damage, write a report
 `save`, `convert`, `append`         write
 `verify`, `manifest`                check contents, or identify them
+`footprint`                         compute what a model takes, and whether it fits
 ``ds.ckpt``                         a summary of an open Dataset, with these functions as methods
 ==================================  =============================================================
 
@@ -23,7 +24,7 @@ from xckpt.registration import register_accessor
 
 if TYPE_CHECKING:
     from xckpt.comparison import compare
-    from xckpt.entry import open, report  # noqa: A004
+    from xckpt.entry import footprint, open, report  # noqa: A004
     from xckpt.errors import (
         CheckpointError,
         CheckpointWarning,
@@ -67,6 +68,7 @@ __all__ = [
     "compare",
     "convert",
     "findings",
+    "footprint",
     "histogram",
     "join_optimizer",
     "manifest",
@@ -87,7 +89,7 @@ _load, _, _lazy = lazy_loader.attach(
     submodules=["errors", "identity", "sample", "typing"],
     submod_attrs={
         "comparison": ["compare"],
-        "entry": ["open", "report"],
+        "entry": ["footprint", "open", "report"],
         "errors": [
             "CheckpointError",
             "CheckpointWarning",

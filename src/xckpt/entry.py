@@ -1,4 +1,4 @@
-"""The first calls of a session: `xckpt.open`, `xckpt.report`, and suggestions for other names."""
+"""The first calls: `xckpt.open`, `footprint`, `report`, and suggestions for other names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from xckpt.datasets.options import OpenOptions
-from xckpt.options import OpenKeywords, ScanOptions, takes
+from xckpt.options import OpenKeywords, ScanOptions, SelectOptions, takes
 
 if TYPE_CHECKING:
     import os
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         chunks: Any
 
 
-__all__ = ["hint_for", "open", "report"]
+__all__ = ["footprint", "hint_for", "open", "report"]
 
 # Options of mappings of arrays.
 _IN_MEMORY = ("tensors", "exclude", "only", "stack", "join")
@@ -46,6 +46,7 @@ _INSTEAD = {
     "xarray.open_datatree(path, engine='npz')": "open_datatree open_tree load_tree DataTree",
     "xckpt.read_index(path)": "open_index header read_header metadata keys names tensors "
     "list list_tensors",
+    "xckpt.footprint(path)": "memory size vram fits count_parameters num_parameters",
     "xckpt.stats(path)": "stat moments",
     "xckpt.compare(path, path)": "diff difference delta equal equals allclose",
     "xckpt.findings(path)": "health_check check_health lint problems",
@@ -207,6 +208,125 @@ def report(
         examining={"tensors": tensors, **options},
         comparing={"names": names, "explain": explain},
     )
+
+
+@takes(SelectOptions, by="the sizes of groups: ds.ckpt.summary({value!r})")
+def footprint(
+    obj: Describable,
+    tensors: TensorFilter | None = None,
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    cache_dtype: str | None = None,
+    fits: int | str | None = None,
+    storage_options: dict[str, Any] | None = None,
+    **options: Unpack[SelectOptions],
+) -> Dataset:
+    """Return the size of a model: as stored, on disk, in other precisions, and while it runs.
+
+    Sizes follow from names, types, shapes and the config; no tensor is read. If there are tensors
+    of experts, or a `context`, the ``config.json`` next to the file is read, unless the attributes
+    have it.
+
+    Parameters
+    ----------
+    obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+        Checkpoint to describe.
+    context : int, optional
+        Number of tokens of each sequence; adds the state that the model keeps of them: keys and
+        values, windows of them, latent vectors, recurrent states.
+    batch : int, default 1
+        Number of sequences.
+    cache_dtype : str, optional
+        Element type of keys and values, or ``"int8"`` and ``"int4"`` with scales. By default the
+        one that the config states, float16 for GGUF, or else bfloat16. Recurrent states are
+        float32.
+    fits : int or str, optional
+        Size of the memory, such as ``"24GiB"``; adds whether weights and cache fit into it.
+
+    Returns
+    -------
+    xarray.Dataset
+        ``attrs["footprint"]`` is the sentence of the summary. Tied tensors count once.
+
+        ======================  ============================================================
+        ``parameters``          trainable elements
+        ``active_parameters``   those that one token uses; absent unless the config states the
+                                numbers of experts, ``experts`` and ``experts_per_token``
+        ``nbytes``              stored bytes of all tensors
+        ``file_nbytes``         size of all files; absent for objects in memory
+        ``precision_nbytes``    bytes of the parameters along ``precision``: ``float32``,
+                                ``bfloat16``, ``int8``, ``int4``
+        ``precision_bits``      bits of a parameter: 32, 16, 8.5, 4.5. Integers have one float16
+                                scale for each 32 of them, as Q8_0 and Q4_0 of GGUF have
+        ``scheme_parameters``   parameters along ``scheme``, which is a stored element type or a
+                                method of quantisation (``"gptq 4-bit, group 64"``); also
+                                ``scheme_tensors`` and ``scheme_nbytes``, scales included
+        ``scheme_bits``         stored bits of a parameter
+        ``group_elements``      elements along ``group``: parameters, averages, buffers,
+                                optimizer state, ...; also ``group_tensors``, ``group_nbytes``
+        ``component_nbytes``    bytes along ``component``: unet, vae, encoder, vision, ...; also
+                                ``component_tensors``, ``component_parameters``; absent for a
+                                model of a single component
+        ``cache_nbytes``        with a `context`: bytes for the whole batch along ``cache``, the
+                                kinds of layers; also ``cache_layers``, ``cache_elements``; absent
+                                if unknown, and ``attrs["unknown"]`` is the reason
+        ``weights_nbytes``      with a `context` or `fits`: stored bytes without averages and the
+                                state of an optimizer
+        ``total_nbytes``        these and the cache; ``precision_total`` in other precisions
+        ``fits``                with `fits`: ``"yes"``, ``"no"``, or ``"unknown"`` if the size of
+                                the cache is; ``precision_fits`` in other precisions
+        ======================  ============================================================
+
+    Raises
+    ------
+    ValueError
+        If a number is not positive, or a type or size is unknown.
+
+    Warns
+    -----
+    CheckpointWarning
+        If ``config.json`` is not a JSON object.
+
+    Notes
+    -----
+    Activations and the overhead of the framework come on top. Sizes of the cache are those of
+    transformers for a ``config.json``, and of llama.cpp for GGUF; sliding windows are full.
+
+    Examples
+    --------
+    >>> xckpt.footprint("m.zt")["precision_nbytes"].sel(precision="bfloat16")
+    >>> xckpt.footprint("m.zt", context=8192, batch=4, fits="24GiB")["precision_fits"]
+    """
+    import xarray as xr
+
+    from xckpt.accessor.describing import selected
+    from xckpt.formatting import parse_size
+    from xckpt.notebook.footprint import Memory, footprint_dataset, footprint_of
+    from xckpt.opening.configs import attrs_with_config
+    from xckpt.structure.caches import cache_of
+
+    for name, number in (("context", 1 if context is None else context), ("batch", batch)):
+        if type(number) is not int or not 0 < number <= _MOST_TOKENS:
+            raise ValueError(f"{name} must be a number from 1 to {_MOST_TOKENS}, not {number!r}")
+    limit = None if fits is None else parse_size("fits", fits)
+    is_open = isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
+    opened: Any = obj if is_open else open(obj, storage_options=storage_options)
+    contents = selected(opened, tensors, **options)
+    rows, structure = contents.rows, contents.structure
+    names = None if context else [row.name for row in rows]
+    attrs = attrs_with_config(names, contents.source, contents.attrs, storage_options)
+    memory = Memory(cache_of(structure, attrs), context or 0, batch, cache_dtype, limit)
+    dataset = footprint_dataset(
+        footprint_of(rows, structure, attrs),
+        memory,
+        file_nbytes=contents.encoding.get("file_nbytes"),
+        source=contents.source,
+    )
+    return cast("Dataset", dataset)
+
+
+_MOST_TOKENS = 1 << 40
 
 
 def hint_for(name: str) -> str:

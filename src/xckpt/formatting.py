@@ -19,6 +19,7 @@ TIMES = "×"
 UNKNOWN = "unknown"
 
 _NUMBERS = re.compile("([0-9]+)")
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
 _PARENTHESES = re.compile(r"\([^()]{,60}\)")
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _COUNT_UNITS = ("", "K", "M", "B", "T")
@@ -105,6 +106,19 @@ def natural_key(text: str) -> tuple[Any, ...]:
 def binary_size(nbytes: int) -> str:
     """Write a number of bytes with a binary unit."""
     return _scaled(nbytes, 1024, _BINARY_UNITS)
+
+
+def parse_size(name: str, value: Any) -> int:
+    """Parse a size in bytes, given as a number or as text such as ``"5GB"``."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    nbytes = value
+    if match is not None:
+        base = 1024 if match["binary"] else 1000
+        nbytes = int(float(match["number"]) * base ** " kmgt".index(match["unit"].lower() or " "))
+    if type(nbytes) is not int or nbytes < 1:
+        expected = "a number of bytes, or a text such as '5GB' or '500MiB'"
+        raise ValueError(f"{name} must be {expected}, not {value!r}")
+    return nbytes
 
 
 def short_count(count: int) -> str:

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import xckpt
 from xckpt.errors import CheckpointWarning, FileChangedError, MissingShardError
-from xckpt.formats.kit import parse_size
+from xckpt.formatting import parse_size
 from xckpt.storage.local import LocalSource
 
 if TYPE_CHECKING:

@@ -267,7 +267,7 @@ class CheckpointAccessor(Generic[Obj]):
         return describing.summary(self._obj, *arguments, changes=changes, findings=known, **options)
 
     summary = Forwarded(lambda: describing.summary, without="findings", instead=_summarise)
-    footprint = Forwarded(lambda: describing.footprint)
+    footprint = Forwarded(lambda: xckpt.footprint, without="storage_options")
     structure = Forwarded(lambda: describing.structure)
     tree = Forwarded(lambda: describing.tree)
     modules = Forwarded(lambda: describing.modules)

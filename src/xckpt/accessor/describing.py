@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from xckpt.notebook.summary import ModuleTree, TensorFinding
     from xckpt.typing import Dataset
 
-__all__ = ["adapters", "footprint", "modules", "structure", "summary", "tree", "updates"]
+__all__ = ["adapters", "modules", "structure", "summary", "tree", "updates"]
 
 
 def selected(
@@ -100,66 +100,6 @@ def summary(
     steps = cast("xr.Dataset", opened.obj)
     count = len(opened.rows) // len(steps[run])
     return run_summary(steps, run, count, findings, changes=changes)
-
-
-@takes(SelectOptions, by="the sizes of groups: ds.ckpt.summary({value!r})")
-def footprint(
-    obj: Any, tensors: TensorFilter | None = None, **options: Unpack[SelectOptions]
-) -> Dataset:
-    """Return the size of the model: as stored, on disk, and in other precisions.
-
-    Sizes follow from names, types and shapes; no tensor is read. If there are tensors of
-    experts, the ``config.json`` next to the file is read, unless the attributes have it.
-
-    Parameters
-    ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to describe.
-
-    Returns
-    -------
-    xarray.Dataset
-        ``attrs["footprint"]`` is the sentence of the summary. Tied tensors count once.
-
-        ======================  ============================================================
-        ``parameters``          trainable elements
-        ``active_parameters``   those that one token uses; absent unless the config states the
-                                numbers of experts, ``experts`` and ``experts_per_token``
-        ``nbytes``              stored bytes of all tensors
-        ``file_nbytes``         size of all files; absent for objects in memory
-        ``precision_nbytes``    bytes of the parameters along ``precision``: ``float32``,
-                                ``bfloat16``, ``int8``, ``int4``
-        ``precision_bits``      bits of a parameter: 32, 16, 8.5, 4.5. Integers have one float16
-                                scale for each 32 of them, as Q8_0 and Q4_0 of GGUF have
-        ``scheme_parameters``   parameters along ``scheme``, which is a stored element type or a
-                                method of quantisation (``"gptq 4-bit, group 64"``); also
-                                ``scheme_tensors`` and ``scheme_nbytes``, scales included
-        ``scheme_bits``         stored bits of a parameter
-        ``group_elements``      elements along ``group``: parameters, averages, buffers,
-                                optimizer state, ...; also ``group_tensors``, ``group_nbytes``
-        ``component_nbytes``    bytes along ``component``: unet, vae, encoder, vision, ...; also
-                                ``component_tensors``, ``component_parameters``; absent for a
-                                model of a single component
-        ======================  ============================================================
-
-    Warns
-    -----
-    CheckpointWarning
-        If ``config.json`` is not a JSON object.
-
-    Examples
-    --------
-    >>> ds.ckpt.footprint()["precision_nbytes"].sel(precision="bfloat16")
-    """
-    from xckpt.notebook.footprint import footprint_dataset, footprint_of
-    from xckpt.opening.configs import attrs_with_config
-
-    opened = selected(obj, tensors, **options)
-    rows, source = opened.rows, opened.source
-    config = attrs_with_config((row.name for row in rows), source, opened.attrs)
-    file_nbytes = opened.encoding.get("file_nbytes")
-    sizes = footprint_of(rows, opened.structure, config)
-    return cast("Dataset", footprint_dataset(sizes, file_nbytes=file_nbytes, source=source))
 
 
 @takes(SelectOptions, **OF_FRAMES)

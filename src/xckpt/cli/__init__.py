@@ -16,7 +16,7 @@ import click
 
 from xckpt import __version__
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
-from xckpt.cli.files import browse, convert, info, manifest, steps, verify
+from xckpt.cli.files import browse, convert, footprint, info, manifest, steps, verify
 from xckpt.cli.values import compare, report, spectrum, stats
 from xckpt.errors import (
     CheckpointWarning,
@@ -39,6 +39,7 @@ _UNREAD = 141  # the status of a process that SIGPIPE ended
 _INSTEAD = {
     "browse": "explore tui ui",
     "info": "open show print ls list head header keys summary describe inspect cat tree",
+    "footprint": "memory size vram fits",
     "stats": "statistics histogram",
     "stats --findings": "findings health check lint",
     "compare": "diff cmp delta equal",
@@ -154,7 +155,9 @@ def commands() -> None:
     """
 
 
-for _command in (info, browse, steps, stats, spectrum, compare, report, convert, manifest, verify):
+for _command in (info, browse, footprint, steps, stats, spectrum, compare, report):
+    commands.add_command(_command)
+for _command in (convert, manifest, verify):
     commands.add_command(_command)
 
 

@@ -1,4 +1,4 @@
-"""The commands for files: ``xckpt info``, ``browse``, ``convert``, ``manifest`` and ``verify``."""
+"""The commands for files: ``xckpt info``, ``browse``, ``footprint``, ``convert``, ``verify``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from xckpt.writing import Manifest
     from xckpt.writing.verifying import Report
 
-__all__ = ["browse", "convert", "info", "manifest", "steps", "verify"]
+__all__ = ["browse", "convert", "footprint", "info", "manifest", "steps", "verify"]
 
 # --- info ----------------------------------------------------------------------------------------
 
@@ -161,6 +161,42 @@ def browse(file: str, other: str | None, reading: FileInput) -> int:
     pages = Pages(reading.dataset(file), None if other is None else reading.dataset(other))
     Browser(pages, base_name(file)).run()
     return 0
+
+
+# --- footprint -----------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("file")
+@click.option("--context", type=int, metavar="N", help="Number of tokens of each sequence.")
+@click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences.")
+@click.option(
+    "--cache-dtype", metavar="TYPE", help="Element type of keys and values; that of the model."
+)
+@click.option("--fits", metavar="SIZE", help="Size of the memory, such as 24GiB.")
+@reading_options
+@json_option
+def footprint(file: str, reading: FileInput, *, as_json: bool, **options: Any) -> int:
+    """Print what the model in FILE takes: its weights, and with --context its cache.
+
+    Sizes follow from the header and the config. With --fits, the exit status is 1 if the weights as
+    stored and the cache do not fit, and 2 if the size of the cache is unknown.
+    """
+    from xckpt.entry import footprint as sizes
+    from xckpt.notebook.footprint import footprint_blocks
+
+    with usage_errors():
+        result = sizes(reading.dataset(file), **options)
+    if as_json:
+        sizes_by_name = {
+            str(name): array.to_series().to_dict() if array.ndim else array.item()
+            for name, array in result.items()
+        }
+        print_document({**result.attrs, **sizes_by_name})
+    else:
+        print_blocks(footprint_blocks(result) or [])
+    verdict = result["fits"].item() if "fits" in result else "yes"
+    return {"yes": 0, "no": DAMAGED, "unknown": FAILED}[verdict]
 
 
 # --- steps ---------------------------------------------------------------------------------------

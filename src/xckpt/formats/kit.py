@@ -355,22 +355,6 @@ def check_option(name: str, value: str | None, choices: Iterable[str]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
 
 
-def parse_size(name: str, value: Any) -> int:
-    """Parse a size in bytes, given as a number or as text such as ``"5GB"``."""
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    nbytes = value
-    if match is not None:
-        base = 1024 if match["binary"] else 1000
-        nbytes = int(float(match["number"]) * base ** " kmgt".index(match["unit"].lower() or " "))
-    if type(nbytes) is not int or nbytes < 1:
-        expected = "a number of bytes, or a text such as '5GB' or '500MiB'"
-        raise ValueError(f"{name} must be {expected}, not {value!r}")
-    return nbytes
-
-
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
-
-
 def check_text(label: str, text: str, tensor: str | None = None) -> str:
     """Return text for a file unchanged; raise `UnsupportedError` if it is not valid Unicode."""
     try:

@@ -56,6 +56,7 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.plan import Draft, Plan, WantedTensor, place_parts, plan_main_file, split
+from xckpt.formatting import parse_size
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class Safetensors(Format):
         self.check(draft)
         drafts = [draft]
         if max_shard_size is not None:
-            drafts = split(draft, kit.parse_size("max_shard_size", max_shard_size), _nbytes)
+            drafts = split(draft, parse_size("max_shard_size", max_shard_size), _nbytes)
         is_index = draft.path.lower().endswith(_INDEX)
         if len(drafts) == 1 and not is_index:
             return self._in_one(draft)

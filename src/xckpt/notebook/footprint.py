@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.formatting import base_name, binary_size, short_count
-from xckpt.notebook.documents import Field, Heading, Share, Table
+from xckpt.elements import ELEMENT_TYPES, element_type_of
+from xckpt.formatting import base_name, binary_size, counted, short_count
+from xckpt.notebook.documents import Field, Heading, Sentence, Share, Table
 from xckpt.notebook.folding import families_of
 from xckpt.structure import PARAMETERS, Role, Structure
 from xckpt.tensor_rows import TIED
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 
     from xckpt.notebook.documents import Block, Cell
     from xckpt.notebook.folding import Family
+    from xckpt.structure.caches import ModelCache
     from xckpt.tensor_rows import Row
 
 __all__ = [
     "PRECISIONS",
     "Footprint",
     "GroupTotal",
+    "Memory",
     "footprint_blocks",
     "footprint_dataset",
     "footprint_of",
@@ -39,6 +42,10 @@ __all__ = [
 PRECISIONS = {"float32": 128, "bfloat16": 64, "int8": 34, "int4": 18}
 #: Tensors of a model with several components that are in none of them.
 OTHERS = "others"
+#: Groups of tensors that a model needs to run.
+_OF_MODEL = frozenset({role.group for role in (Role.WEIGHT, Role.SCALE, Role.CONSTANT)})
+_LEFT_OUT = "activations and the overhead of the framework"
+_DEFAULT_CACHE = "bfloat16"
 _BLOCK = 32
 # Keys of `config.json` with the number of experts that each token uses, and that a layer has.
 _CHOSEN_KEYS = (
@@ -126,6 +133,63 @@ class Footprint:
             chosen, total = self.experts
             text += f"; {short_count(self.active)} active, {chosen} of {total} experts"
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a model takes while it runs: its weights, and its state of the tokens so far.
+
+    Parameters
+    ----------
+    cache : ModelCache
+        State that the model keeps of the tokens so far.
+    context : int
+        Number of tokens of each sequence; 0 for the weights alone.
+    batch : int
+        Number of sequences.
+    dtype : str, optional
+        Element type of keys and values, or a name of `PRECISIONS`; by default as the model.
+    limit : int, optional
+        Size of the memory, in bytes.
+    """
+
+    cache: ModelCache
+    context: int = 0
+    batch: int = 1
+    dtype: str | None = None
+    limit: int | None = None
+
+    @property
+    def cache_dtype(self) -> str:
+        """Element type of keys and values, or the name of a precision."""
+        if self.dtype is not None:
+            return self.dtype if self.dtype in PRECISIONS else element_type_of(self.dtype)
+        stated = self.cache.dtype
+        return stated if stated in ELEMENT_TYPES else _DEFAULT_CACHE
+
+    @property
+    def unknown(self) -> str:
+        """Why the size of the cache is unknown; empty if it is known, or there is none."""
+        return self.cache.unknown if self.context else ""
+
+    def caches(self) -> tuple[GroupTotal, ...]:
+        """Return the layers with a cache by kind, with elements and bytes for the whole batch."""
+        dtype = self.cache_dtype
+        bits = 8 * PRECISIONS[dtype] / _BLOCK if dtype in PRECISIONS else ELEMENT_TYPES[dtype].bits
+        totals: dict[str, list[int]] = {}
+        for group in self.cache.groups if self.context else ():
+            total = totals.setdefault(group.kind, [0, 0, 0])
+            total[0] += group.layers
+            total[1] += self.batch * group.elements(self.context)
+            total[2] += self.batch * group.nbytes(self.context, bits)
+        return tuple([GroupTotal(kind, *total) for kind, total in totals.items()])
+
+    def fits(self, nbytes: int) -> str:
+        """Return whether weights of a size and the cache fit: yes, no or unknown."""
+        nbytes += sum([total.nbytes for total in self.caches()])
+        if self.limit is None or nbytes > self.limit:
+            return "no"
+        return "unknown" if self.unknown else "yes"
 
 
 def _sizes(total: Sequence[Any]) -> dict[str, int]:
@@ -250,7 +314,9 @@ def _has_experts(family: Family, total: int) -> bool:
 # --- the result ----------------------------------------------------------------------------------
 
 
-def footprint_dataset(footprint: Footprint, *, file_nbytes: int | None, source: str) -> xr.Dataset:
+def footprint_dataset(
+    footprint: Footprint, memory: Memory, *, file_nbytes: int | None, source: str
+) -> xr.Dataset:
     """Return a footprint as a Dataset."""
     import xarray as xr
 
@@ -269,10 +335,13 @@ def footprint_dataset(footprint: Footprint, *, file_nbytes: int | None, source: 
     dims = {"group": footprint.groups, "scheme": footprint.schemes}
     if footprint.components:
         dims["component"] = footprint.components
+    if memory.caches():
+        dims["cache"] = memory.caches()
     for dim, totals in dims.items():
-        size = "elements" if dim == "group" else "parameters"
+        size = "elements" if dim in {"group", "cache"} else "parameters"
+        count = "layers" if dim == "cache" else "tensors"
         variables |= {
-            f"{dim}_tensors": (dim, [total.tensors for total in totals]),
+            f"{dim}_{count}": (dim, [total.tensors for total in totals]),
             f"{dim}_{size}": (dim, [total.size for total in totals]),
             f"{dim}_nbytes": (dim, [total.nbytes for total in totals]),
         }
@@ -282,8 +351,36 @@ def footprint_dataset(footprint: Footprint, *, file_nbytes: int | None, source: 
     )
     coords = {dim: [total.group for total in totals] for dim, totals in dims.items()}
     coords["precision"] = list(PRECISIONS)
-    attrs = {"footprint": str(footprint), **({"source": source} if source else {})}
+    attrs: dict[str, Any] = {"footprint": str(footprint)}
+    if source:
+        attrs["source"] = source
+    if memory.context or memory.limit is not None:
+        stored = sum([group.nbytes for group in footprint.groups if group.group in _OF_MODEL])
+        variables |= _in_memory(memory, stored, sizes)
+        left_out = _LEFT_OUT if memory.context else f"cache, {_LEFT_OUT}"
+        attrs |= {"left_out": left_out, "context": memory.context, "batch": memory.batch}
+        if memory.caches():
+            attrs["cache_dtype"] = memory.cache_dtype
+        if memory.unknown:
+            attrs["unknown"] = memory.unknown
     return xr.Dataset(variables, coords, attrs)
+
+
+def _in_memory(memory: Memory, stored: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the variables for weights as stored, and in other precisions, beside the cache."""
+    variables: dict[str, Any] = {"weights_nbytes": stored}
+    if not memory.unknown:
+        cache = sum([total.nbytes for total in memory.caches()])
+        totals = [size + cache for size in sizes]
+        variables |= {"total_nbytes": stored + cache, "precision_total": ("precision", totals)}
+    if memory.limit is not None:
+        verdicts = [memory.fits(size) for size in sizes]
+        variables |= {
+            "limit_nbytes": memory.limit,
+            "fits": memory.fits(stored),
+            "precision_fits": ("precision", verdicts),
+        }
+    return variables
 
 
 def footprint_blocks(footprint: xr.Dataset) -> list[Block] | None:
@@ -292,6 +389,17 @@ def footprint_blocks(footprint: xr.Dataset) -> list[Block] | None:
     if "footprint" not in attrs or not {"precision", "scheme", "group"} <= set(footprint.dims):
         return None
     values = {str(name): variable.to_numpy().tolist() for name, variable in sizes.items()}
+    title = base_name(str(attrs.get("source", "")))
+    heading = Heading(title, "Footprint of" if title else "Footprint", _facts(attrs, values))
+    blocks: list[Block] = [heading]
+    for dim, count in _TABLES.items():
+        if len(values.get(dim, ())) >= (2 if dim in {"group", "component"} else 1):
+            blocks.append(_size_table(values, dim, count))
+    return [*blocks, *(_sentences(attrs, values) if "left_out" in attrs else ())]
+
+
+def _facts(attrs: Mapping[Any, Any], values: Mapping[str, Any]) -> list[str]:
+    """Return the totals of a footprint."""
     facts = [f"{short_count(values['parameters'])} parameters"]
     if "active_parameters" in values:
         chosen, total = values["experts_per_token"], values["experts"]
@@ -300,32 +408,66 @@ def footprint_blocks(footprint: xr.Dataset) -> list[Block] | None:
     facts.append(f"{binary_size(values['nbytes'])} of tensors")
     if "file_nbytes" in values:
         facts.append(f"{binary_size(values['file_nbytes'])} on disk")
-    title = base_name(str(attrs.get("source", "")))
-    blocks: list[Block] = [Heading(title, "Footprint of" if title else "Footprint", facts)]
-    for dim, count in _TABLES.items():
-        names = values.get(dim, [])
-        if len(names) < 2 and dim in {"group", "component"}:
-            continue
-        nbytes = values[f"{dim}_nbytes"]
-        total = max(nbytes) if dim == "precision" else sum(nbytes)
-        columns: list[tuple[Field, list[Cell]]] = [(Field(_TITLES.get(dim, dim), "name"), names)]
-        if f"{dim}_tensors" in values:
-            columns.append((Field("tensors", "count"), values[f"{dim}_tensors"]))
-        if count:
-            columns.append((Field(count, "word"), [*map(short_count, values[f"{dim}_{count}"])]))
-        if f"{dim}_bits" in values:
-            columns.append((Field("bits", "number", digits=3), values[f"{dim}_bits"]))
-        columns.append((Field("size", "size"), nbytes))
-        columns.append((Field("", "bar"), [Share(size, total) for size in nbytes]))
-        rows = list(zip(*[cells for _, cells in columns], strict=True))
-        blocks.append(Table([field for field, _ in columns], rows))
-    return blocks
+    if "cache" in values:
+        batch = f"{attrs['batch']} x " if attrs["batch"] > 1 else ""
+        size = binary_size(sum(values["cache_nbytes"]))
+        tokens = f"{batch}{counted(attrs['context'], 'token')}"
+        facts.append(f"cache {size} for {tokens} in {attrs['cache_dtype']}")
+    return facts
+
+
+def _size_table(values: Mapping[str, Any], dim: str, count: str) -> Table:
+    """Return the sizes along a dimension, with their `count` of elements."""
+    nbytes = values[f"{dim}_nbytes"]
+    total = max(nbytes) if dim == "precision" else sum(nbytes)
+    columns: list[tuple[Field, list[Cell]]] = [
+        (Field(_TITLES.get(dim, dim), "name"), values[dim]),
+        *[
+            (Field(noun, "count"), values[f"{dim}_{noun}"])
+            for noun in ("tensors", "layers")
+            if f"{dim}_{noun}" in values
+        ],
+    ]
+    if count:
+        columns.append((Field(count, "word"), [*map(short_count, values[f"{dim}_{count}"])]))
+    if f"{dim}_bits" in values:
+        columns.append((Field("bits", "number", digits=3), values[f"{dim}_bits"]))
+    columns.append((Field("size", "size"), nbytes))
+    columns.append((Field("", "bar"), [Share(size, total) for size in nbytes]))
+    if f"{dim}_total" in values and "cache" in values:
+        columns.append((Field("with the cache", "size"), values[f"{dim}_total"]))
+    if f"{dim}_fits" in values:
+        limit = binary_size(values["limit_nbytes"])
+        columns.append((Field(f"fits {limit}", "word"), values[f"{dim}_fits"]))
+    rows = list(zip(*[cells for _, cells in columns], strict=True))
+    return Table([field for field, _ in columns], rows)
+
+
+def _sentences(attrs: Mapping[Any, Any], values: Mapping[str, Any]) -> list[Block]:
+    """Return what the model takes as stored, and what is unknown or left out."""
+    sentences: list[Block] = []
+    if "unknown" in attrs:
+        sentences.append(Sentence("unknown", f"the size of the cache: {attrs['unknown']}"))
+    size = binary_size(values.get("total_nbytes", values["weights_nbytes"]))
+    kind = "weights and cache" if "cache" in values else "weights"
+    text = f"{kind} as stored take {size}, without {attrs['left_out']}"
+    if "fits" in values:
+        verdict = {"yes": "fits", "no": "does not fit", "unknown": "may fit"}[values["fits"]]
+        text += f": {verdict} {binary_size(values['limit_nbytes'])}"
+    return [*sentences, Sentence("", text)]
 
 
 #: Dimensions of a footprint, with the column of their elements; titles of some of them.
-_TABLES = {"precision": "", "scheme": "parameters", "group": "elements", "component": "parameters"}
+_TABLES = {
+    "precision": "",
+    "scheme": "parameters",
+    "group": "elements",
+    "component": "parameters",
+    "cache": "elements",
+}
 _TITLES = {
     "precision": "in other precisions",
     "scheme": "parameters as stored",
     "group": "tensors of",
+    "cache": "cache of layers with",
 }

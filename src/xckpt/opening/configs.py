@@ -127,13 +127,13 @@ def parsed(configs: Mapping[str, Callable[[], Source]]) -> dict[str, Any]:
 
 
 def attrs_with_config(
-    names: Iterable[str],
+    names: Iterable[str] | None,  # None for any
     source: str,
     attrs: Mapping[Any, Any],
     storage_options: dict[str, Any] | None = None,
 ) -> Mapping[Any, Any]:
     """Return the attributes of a checkpoint, with its ``config.json`` if tensors are of experts."""
-    if "config" in attrs or not any("experts" in name for name in names):
+    if names is not None and ("config" in attrs or not any("experts" in name for name in names)):
         return attrs
     config = read_config(source, attrs, "config", storage_options)
     return attrs if config is None else {**attrs, "config": config}
