@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+import struct
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import xarray as xr
 
 import xckpt
+from tests.formats.gguf_files import gguf_file, listed, text
 from xckpt import formats
 from xckpt.cli import main
 from xckpt.opening import open_index
@@ -201,3 +203,94 @@ def test_an_ambiguous_suffix_needs_a_format(
     for name in ("new.bin", "new", "new.txt"):
         assert main(["convert", str(checkpoint), str(tmp_path / name)]) == 2
         assert "name the format with --to" in capsys.readouterr().err
+
+
+class TestEditing:
+    """Names and attributes of a copy."""
+
+    @pytest.fixture
+    def gguf(self, tmp_path: Path) -> Path:
+        attrs = {
+            "general.architecture": text("llama"),
+            "general.name": text("5"),
+            "llama.block_count": struct.pack("<IH", 2, 4),
+            "llama.rope.freq_base": struct.pack("<If", 6, 1e4),
+            "llama.flag": struct.pack("<IB", 7, 1),
+            "llama.widths": listed(4, [struct.pack("<I", 3)]),
+        }
+        path = tmp_path / "m.gguf"
+        names = ("blk.0.attn_q.weight", "blk.1.attn_q.weight")
+        tensors = [(name, (4,), 0, 32 * n) for n, name in enumerate(names)]
+        path.write_bytes(gguf_file(attrs, tensors, bytes(64)))
+        return path
+
+    def test_attributes_keep_their_types(self, gguf: Path, tmp_path: Path) -> None:
+        new = tmp_path / "new.gguf"
+        changes = {
+            "general.name": "7",
+            "llama.block_count": "3",
+            "llama.rope.freq_base": "500000",
+            "llama.flag": "false",
+            "llama.widths": "[4, 5]",
+            "general.author": "a=b",
+            "x.count": "12",
+        }
+        options = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+        unset = ["--unset", "general.architecture"]
+        assert main(["convert", str(gguf), str(new), *options, *unset]) == 0
+        index, old = xckpt.read_index(new), xckpt.read_index(gguf)
+        assert index.attrs == {
+            "general.name": "7",
+            "llama.block_count": 3,
+            "llama.rope.freq_base": 500000.0,
+            "llama.flag": False,
+            "llama.widths": [4, 5],
+            "general.author": "a=b",
+            "x.count": 12,
+        }
+        assert old.attr_types.items() <= index.attr_types.items()
+        assert old.attr_types["llama.block_count"] == "uint16"
+        assert list(index.tensors) == list(old.tensors)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--set", "llama.block_count=many"], "llama.block_count' is a whole number"),
+            (["--set", "llama.block_count=3.5"], "is a whole number, and 3.5"),
+            (["--set", "llama.flag=1"], "true or false"),
+            (["--set", "llama.widths=4"], "is a list"),
+            (["--set", "llama.block_count"], "is not KEY=VALUE"),
+            (["--unset", "llama.blockcount"], "similar names: 'llama.block_count'"),
+            (["--set", "a=1", "--unset", "a"], "both set and unset"),
+            (["--rename", r"blk\.\d", "blk"], "names maps both"),
+            (["--rename", "(", ""], "--rename: '(' is not a regular expression"),
+            (["--rename", "a", "b", "--names", "n.json"], "exclude each other"),
+        ],
+    )
+    def test_invalid_edits_write_nothing(
+        self, gguf: Path, tmp_path: Path, options: list[str], message: str, capsys: Any
+    ) -> None:
+        new = tmp_path / "new.gguf"
+        assert main(["convert", str(gguf), str(new), *options]) == 2
+        assert message in capsys.readouterr().err
+        assert not new.exists()
+
+    def test_names_change_by_a_regular_expression(self, gguf: Path, tmp_path: Path) -> None:
+        new = tmp_path / "new.safetensors"
+        assert main(["convert", str(gguf), str(new), "--rename", r"^blk\.(\d)", r"h.\1"]) == 0
+        assert [*xckpt.read_index(new)] == ["h.0.attn_q.weight", "h.1.attn_q.weight"]
+
+    def test_the_same_in_python(self, gguf: Path, tmp_path: Path) -> None:
+        new = tmp_path / "new.gguf"
+        xckpt.convert(
+            gguf, new, names=("^blk", "h"), unset_attrs="llama.flag",
+            set_attrs={"llama.block_count": 70000, "x": [1.5]},
+        )  # fmt: skip
+        index = xckpt.read_index(new)
+        assert [*index] == ["h.0.attn_q.weight", "h.1.attn_q.weight"]
+        assert index.attrs["llama.block_count"] == 70000
+        assert index.attr_types.get("llama.block_count") is None  # more than a uint16 holds
+        assert index.attrs["x"] == [1.5]
+        assert "llama.flag" not in index.attrs
+        with pytest.raises(ValueError, match="whole number"):
+            xckpt.convert(gguf, tmp_path / "b.gguf", set_attrs={"llama.block_count": "x"})

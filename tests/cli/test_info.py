@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import struct
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 
 import xckpt
+from tests.formats.gguf_files import gguf_file, listed, text
 from xckpt.cli import main
 from xckpt.errors import CheckpointWarning, UnsupportedError
 from xckpt.index import Index, Part, Shard, Tensor
@@ -192,3 +194,51 @@ def test_a_selection_is_a_part_of_the_model_in_the_file(
     index = xckpt.read_index(checkpoint)
     count = sum(".layers.3." not in name for name in index)
     assert f"{count} of {len(index)} tensors" in second
+
+
+class TestAttributes:
+    """Attributes, whole and escaped."""
+
+    TEMPLATE = "{% for m in messages %}\n  {{ m }}\x1b[31m\n" + "x" * 3000
+    TOKENS: ClassVar = [f"token {n}" for n in range(5000)]
+
+    @pytest.fixture
+    def gguf(self, tmp_path: Path) -> str:
+        attrs = {
+            "general.architecture": text("llama"),
+            "llama.block_count": struct.pack("<II", 4, 2),
+            "tokenizer.chat_template": text(self.TEMPLATE),
+            "tokenizer.ggml.tokens": listed(8, [text(token)[4:] for token in self.TOKENS]),
+        }
+        path = tmp_path / "m.gguf"
+        path.write_bytes(gguf_file(attrs, [("w", (4,), 0, 0)], bytes(32)))
+        return str(path)
+
+    def test_all_are_whole(self, gguf: str, capsys: Any) -> None:
+        assert main(["info", gguf, "--attrs"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        values = dict(line.split(": ", 1) for line in lines)
+        assert [*values] == [*xckpt.read_index(gguf).attrs]
+        assert json.loads(values["tokenizer.chat_template"]) == self.TEMPLATE
+        assert json.loads(values["tokenizer.ggml.tokens"]) == self.TOKENS
+        assert main(["info", gguf, "--attrs", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["tokenizer.ggml.tokens"] == self.TOKENS
+
+    def test_one(self, gguf: str, capsys: Any) -> None:
+        assert main(["info", gguf, "--attr", "llama.block_count"]) == 0
+        assert capsys.readouterr().out == "2\n"
+        assert main(["info", gguf, "--attr", "tokenizer.chat_template"]) == 0
+        assert capsys.readouterr().out == self.TEMPLATE.replace("\x1b", "\\x1b") + "\n"
+        assert main(["info", gguf, "--json", "--attr", "tokenizer.chat_template"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document == {"tokenizer.chat_template": self.TEMPLATE}
+
+    def test_an_unknown_one_suggests_another(self, gguf: str, capsys: Any) -> None:
+        assert main(["info", gguf, "--attr", "llama.blockcount"]) == 2
+        assert "similar names: 'llama.block_count'" in capsys.readouterr().err
+
+    def test_names_are_escaped(self, tmp_path: Path, capsys: Any) -> None:
+        path = tmp_path / "m.npz"
+        xckpt.save(xckpt.open({"w": np.ones(3)}).assign_attrs({"a\x1b[2J\n: b": 1}), path)
+        assert main(["info", str(path), "--attrs"]) == 0
+        assert capsys.readouterr().out == "a\\x1b[2J\\n: b: 1\n"

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from shutil import get_terminal_size
@@ -20,6 +20,7 @@ import click
 from xckpt.errors import CheckpointError, CheckpointWarning, shown
 from xckpt.formats import names
 from xckpt.formatting import printable
+from xckpt.index import StoredList
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -37,11 +38,12 @@ __all__ = [
     "calls_for_action",
     "complain",
     "json_rows",
+    "json_text",
     "one_line",
     "print_blocks",
     "print_document",
     "print_text",
-    "read_names",
+    "renaming",
     "require_columns",
     "require_rules",
     "usage_errors",
@@ -118,6 +120,22 @@ class FileInput:
             **self.selection,
             storage_options=self.storage_options,
         )
+
+    def attrs(self, file: str) -> dict[str, Any]:
+        """Return the attributes of a file, long lists included."""
+        from xckpt.arrays import read_later
+        from xckpt.opening import open_index
+        from xckpt.storage.source import sources_of
+
+        source, index = open_index(
+            file, self.engine, storage_options=self.storage_options, missing="ignore"
+        )
+        with closing(source):
+            attrs = read_later(index.attrs, sources_of(source, index.shards))
+            return {
+                key: value.tolist() if isinstance(index.attrs[key], StoredList) else value
+                for key, value in attrs.items()
+            }
 
     def dataset(self, file: str, index: Index | None = None) -> xr.Dataset:
         """Open the selected tensors of a file; its warnings are not repeated if it has an index."""
@@ -201,7 +219,22 @@ def print_blocks(blocks: Sequence[Block]) -> None:
     print_text(to_text(blocks, width, is_terminal=sys.stdout.isatty()))
 
 
-def read_names(file: str) -> dict[str, str]:
+def renaming(rename: tuple[str, str] | None, names: str | None, *, can_match: bool = True) -> Any:
+    """Return the keyword `names` from --rename and --names, which may be auto if it can match."""
+    if names is not None:
+        if rename is not None:
+            raise click.UsageError("--rename and --names exclude each other")
+        return names if can_match and names == "auto" else _read_names(names)
+    if rename is not None:
+        try:
+            re.compile(rename[0])
+        except re.error as error:
+            message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
+            raise click.UsageError(message) from error
+    return rename
+
+
+def _read_names(file: str) -> dict[str, str]:
     """Read a JSON object that maps old names of tensors to new ones."""
     try:
         with open(file, encoding="utf-8") as opened:  # noqa: PTH123  a path that a user typed
@@ -246,7 +279,12 @@ def calls_for_action(findings: pd.DataFrame) -> bool:
 
 def print_document(document: Mapping[str, Any]) -> None:
     """Print one strict JSON document in ASCII."""
-    print_text(json.dumps(_plain(document), allow_nan=False))
+    print_text(json_text(document))
+
+
+def json_text(value: Any) -> str:
+    """Return a value as strict JSON in ASCII."""
+    return json.dumps(_plain(value), allow_nan=False)
 
 
 def without_nan(value: Any) -> Any:

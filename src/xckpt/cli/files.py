@@ -16,18 +16,19 @@ from xckpt.cli.common import (
     FileInput,
     calls_for_action,
     complain,
+    json_text,
     one_line,
     print_blocks,
     print_document,
     print_text,
-    read_names,
+    renaming,
     require_rules,
     usage_errors,
     without_nan,
 )
 from xckpt.cli.options import command, pairs
-from xckpt.errors import CheckpointError, CheckpointWarning
-from xckpt.formatting import base_name
+from xckpt.errors import CheckpointError, CheckpointWarning, shown
+from xckpt.formatting import base_name, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,15 +48,27 @@ __all__ = ["browse", "convert", "footprint", "info", "manifest", "steps", "verif
 @click.option(
     "--structure", "show_structure", is_flag=True, help="List what the tensors are, and why."
 )
+@click.option("--attrs", "with_attrs", is_flag=True, help="Print all attributes whole.")
+@click.option("--attr", "keys", multiple=True, metavar="KEY", help="Print one attribute.")
 def info(
-    file: str, reading: FileInput, *, everything: bool, show_structure: bool, as_json: bool
+    file: str,
+    reading: FileInput,
+    *,
+    everything: bool,
+    show_structure: bool,
+    with_attrs: bool,
+    keys: tuple[str, ...],
+    as_json: bool,
 ) -> int:
     """Print a summary of FILE: size, element types, and patterns of names with shapes.
 
     It lists the largest patterns, with --all all of them, and with --json every tensor. With
     --structure, it lists the role of the tensors, the kind of their modules, their axes, and what
-    that follows from.
+    that follows from. With --attrs it prints the attributes instead, one in a line, as JSON, and
+    with --attr the value of one, texts as they are; both read long lists.
     """
+    if with_attrs or keys:
+        return _print_attrs(reading.attrs(file), keys, as_json=as_json)
     from xckpt.notebook.models import model_document
     from xckpt.notebook.structures import structure_blocks, structure_table
     from xckpt.notebook.summary import index_summary
@@ -100,6 +113,27 @@ def info(
         return 0
     summary = index_summary(index, config, file_index)
     print_text(to_text(summary_blocks(summary, most=None if everything else MOST_PATTERNS)))
+    return 0
+
+
+def _print_attrs(attrs: Mapping[str, Any], keys: tuple[str, ...], *, as_json: bool) -> int:
+    """Print the attributes with some keys, or all of them."""
+    missing = next((key for key in keys if key not in attrs), None)
+    if missing is not None:
+        from xckpt.labels.filters import suggest_names
+
+        hint = suggest_names(attrs, missing)
+        raise click.UsageError(f"no attribute is called {shown(missing)}{hint}")
+    selected = {key: attrs[key] for key in keys} if keys else attrs
+    if as_json:
+        print_document(selected)
+    for key, value in {} if as_json else selected.items():
+        if not keys:
+            print_text(printable(f"{key}: {json_text(value)}"))
+        elif isinstance(value, str):
+            print_text("\n".join(map(printable, value.split("\n"))))
+        else:
+            print_text(json_text(value))
     return 0
 
 
@@ -166,7 +200,7 @@ def browse(file: str, other: str | None, reading: FileInput) -> int:
 # --- footprint -----------------------------------------------------------------------------------
 
 
-@click.command
+@command("json")
 @click.argument("file")
 @click.option("--context", type=int, metavar="N", help="Number of tokens of each sequence.")
 @click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences.")
@@ -174,8 +208,6 @@ def browse(file: str, other: str | None, reading: FileInput) -> int:
     "--cache-dtype", metavar="TYPE", help="Element type of keys and values; that of the model."
 )
 @click.option("--fits", metavar="SIZE", help="Size of the memory, such as 24GiB.")
-@reading_options
-@json_option
 def footprint(file: str, reading: FileInput, *, as_json: bool, **options: Any) -> int:
     """Print what the model in FILE takes: its weights, and with --context its cache.
 
@@ -249,7 +281,7 @@ class _WritableFormat(click.Choice[str]):
         return tuple([format.name for format in formats.loaded() if format.can.types])
 
 
-@command("skip-unreadable overwrite progress json")
+@command("rename skip-unreadable overwrite progress json")
 @click.argument("file")
 @click.argument("new")
 @click.option(
@@ -292,6 +324,17 @@ class _WritableFormat(click.Choice[str]):
     metavar="FILE",
     help="JSON file that maps old names to new ones, as written by xckpt compare --write-names.",
 )
+@click.option(
+    "--set",
+    "set_attrs",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Attribute to add or to replace, of the type that it has; VALUE is JSON or text. May be "
+    "repeated.",
+)
+@click.option(
+    "--unset", multiple=True, metavar="KEY", help="Attribute to leave out. May be repeated."
+)
 def convert(
     file: str,
     new: str,
@@ -303,6 +346,9 @@ def convert(
     texts: tuple[str, ...],
     max_shard_size: str | None,
     names: str | None,
+    rename: tuple[str, str] | None,
+    set_attrs: tuple[str, ...],
+    unset: tuple[str, ...],
     skip_unreadable: bool,
     overwrite: bool,
     as_json: bool,
@@ -314,6 +360,7 @@ def convert(
     them; one warning lists the losses. Changes of element type are listed with their effect on the
     size. NEW appears once it is complete. FILE may be larger than memory.
     """
+    from xckpt.labels.renaming import attr_of_text
     from xckpt.opening import read_index
     from xckpt.writing import convert as write
 
@@ -321,8 +368,12 @@ def convert(
     options = _format_options(pairs(texts) | shards, new, to)
     index = reading.index(file, silent=True)  # `write` warns
     encoding = _encoding(requests, encodings)
-    new_names = None if names is None else read_names(names)
+    new_names = renaming(rename, names, can_match=False)
     with usage_errors(output=new):
+        attrs = {
+            key: attr_of_text(key, text, index.attrs.get(key))
+            for key, text in pairs(set_attrs).items()
+        }
         done = write(
             file,
             new,
@@ -330,6 +381,8 @@ def convert(
             source_engine=index.format,
             **reading.selection,
             names=new_names,
+            set_attrs=attrs,
+            unset_attrs=unset,
             encoding=encoding,
             cast=cast,
             skip_unreadable=skip_unreadable,

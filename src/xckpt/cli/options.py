@@ -106,6 +106,12 @@ _OPTIONS: dict[str, Callable[..., Any]] = {
         text="Match tensors by content and known names, or by a JSON object of names in the first "
         "checkpoint with names in the second one.",
     ),
+    "rename": _option(
+        "--rename",
+        nargs=2,
+        metavar="REGEX NEW",
+        text="Replace parts of names, of the first file if there are two: '^model\\.' ''.",
+    ),
     "engine": _option(
         "--engine",
         type=click.Choice(names()),

@@ -19,7 +19,7 @@ from xckpt.cli.common import (
     json_rows,
     print_blocks,
     print_document,
-    read_names,
+    renaming,
     require_columns,
     require_rules,
     usage_errors,
@@ -255,7 +255,7 @@ def spectrum(
 # --- compare -------------------------------------------------------------------------------------
 
 
-@command("columns sort ascending limit names dim by no-cache progress json")
+@command("columns sort ascending limit names rename dim by no-cache progress json")
 @click.argument("a")
 @click.argument("b")
 @click.option("--all", "everything", is_flag=True, help="Also list equal tensors.")
@@ -264,12 +264,6 @@ def spectrum(
     "--adapter",
     metavar="PATH",
     help="Verify that B is A with this adapter, such as LoRA, merged into it. Implies --explain.",
-)
-@click.option(
-    "--rename",
-    nargs=2,
-    metavar="REGEX NEW",
-    help="Replacement that turns names in A into names in B, such as '^model\\.' ''.",
 )
 @click.option(
     "--codes",
@@ -333,7 +327,7 @@ def compare(
     from xckpt.statistics.tables import arranged
 
     explain = explain or adapter is not None
-    matching = _matching(rename, names)
+    matching = renaming(rename, names)
     of_tensors = {"--adapter": adapter, "--explain": explain, "--codes": codes, "--by": keys}
     _require_whole_tensors(dims, {**of_tensors, "--write-names": write_names})
     if keys and explain:
@@ -486,21 +480,6 @@ def _write_names(path: str, names: dict[str, str]) -> None:
         sink.commit()
 
 
-def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
-    """Return the option `names` of `xckpt.compare` from --rename and --names."""
-    if names is not None:
-        if rename is not None:
-            raise click.UsageError("--rename and --names exclude each other")
-        return names if names == "auto" else read_names(names)
-    if rename is not None:
-        try:
-            re.compile(rename[0])
-        except re.error as error:
-            message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
-            raise click.UsageError(message) from error
-    return rename
-
-
 def _print_explanations(frame: pd.DataFrame, show: _TableOptions) -> None:
     """Print the unexplained tensors, then patterns of the names of the explained ones."""
     from xckpt.notebook.documents import Field, Table
@@ -590,7 +569,7 @@ def report(
         reading.dataset(file).ckpt.report(
             output,
             None if other is None else reading.dataset(other),
-            names=_matching(None, names),
+            names=renaming(None, names),
             explain=not no_explain,
             overwrite=overwrite,
             **reading.scanning,

@@ -23,7 +23,7 @@ from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.formatting import binary_size, counted
 from xckpt.index import paused_collector
 from xckpt.labels.filters import combined, select_or_raise
-from xckpt.labels.renaming import new_names
+from xckpt.labels.renaming import edited_attrs, new_names
 from xckpt.notebook.documents import Heading, Sentence
 from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
@@ -37,7 +37,7 @@ from xckpt.writing.payloads import Gathered, lazy_dask_array, source_files, stor
 from xckpt.writing.targets import Target, into_folder, writer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import Unpack
 
     import xarray as xr
@@ -176,6 +176,8 @@ def convert(
     exclude: TensorFilter | None = None,
     only: Literal["weights"] | None = None,
     names: Renaming | None = None,
+    set_attrs: Mapping[str, Any] | None = None,
+    unset_attrs: str | Iterable[str] | None = None,
     dtype: str | None = None,
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
@@ -206,6 +208,11 @@ def convert(
         New names by old names, such as ``result.ckpt.names`` of a comparison. A mapping may omit
         names that stay the same; a pair is used as by `re.sub`. Values of renamed tensors are
         copied as well.
+    set_attrs : mapping of str to value, optional
+        Attributes of the new file to add or to replace. A number, a truth value or a list stays
+        one, and a key of GGUF keeps its type if that holds the value.
+    unset_attrs : str or iterable of str, optional
+        Names of attributes to leave out.
     dtype : str, optional
         Element type of all floats, as for `xckpt.save`.
     encoding : mapping of str to mapping, optional
@@ -240,8 +247,8 @@ def convert(
     OSError
         If a file cannot be read or written.
     ValueError
-        If no tensor matches `tensors`, or `names` has an unknown name or gives two tensors the
-        same name.
+        If no tensor matches `tensors`, if `names` has an unknown name or gives two tensors the same
+        name, or if an attribute to unset is missing or one to set is of another kind.
 
     Warns
     -----
@@ -251,6 +258,7 @@ def convert(
     Examples
     --------
     >>> done = xckpt.convert("model.bpk", "model.zt")
+    >>> done = xckpt.convert("m.zt", "new.zt", names=("^lm_", ""), set_attrs={"licence": "MIT"})
     """
     fitting = Fitting(
         writer_of(dst, engine, format_options),
@@ -281,7 +289,7 @@ def convert(
             ]
             gathered = Gathered(
                 payloads,
-                read_later(index.attrs, sources),
+                edited_attrs(read_later(index.attrs, sources), set_attrs, unset_attrs),
                 index.arrangement.renamed(renamed),
                 index.attr_types,
                 index.source,
