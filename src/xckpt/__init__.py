@@ -7,6 +7,7 @@
 `save`, `convert`, `append`         write
 `verify`, `manifest`                check contents, or identify them
 `footprint`                         compute what a model takes, and whether it fits
+`extract_adapter`                   write a difference as an adapter; also `resize_adapter`
 ``ds.ckpt``                         a summary of an open Dataset, with these functions as methods
 ==================================  =============================================================
 
@@ -23,6 +24,7 @@ from xckpt.imports import watch_imports
 from xckpt.registration import register_accessor
 
 if TYPE_CHECKING:
+    from xckpt.adapting import extract_adapter, resize_adapter
     from xckpt.comparison import compare
     from xckpt.entry import footprint, open, report  # noqa: A004
     from xckpt.errors import (
@@ -67,6 +69,7 @@ __all__ = [
     "append",
     "compare",
     "convert",
+    "extract_adapter",
     "findings",
     "footprint",
     "histogram",
@@ -77,6 +80,7 @@ __all__ = [
     "read_index",
     "references",
     "report",
+    "resize_adapter",
     "save",
     "spectrum",
     "stats",
@@ -88,6 +92,7 @@ _load, _, _lazy = lazy_loader.attach(
     __name__,
     submodules=["errors", "identity", "sample", "typing"],
     submod_attrs={
+        "adapting": ["extract_adapter", "resize_adapter"],
         "comparison": ["compare"],
         "entry": ["footprint", "open", "report"],
         "errors": [

@@ -8,8 +8,9 @@ hidden values, where the largest value is smaller and hides less.
 
 from __future__ import annotations
 
+import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -109,6 +110,83 @@ def values_of_product(left: Array, right: Array, scale: float) -> Array:
         return np.zeros_like(values)
     values[: np.count_nonzero(is_above)] = product_values[is_above]
     return values
+
+
+class Factorized(NamedTuple):
+    """Two factors, whose product is the best approximation of a matrix, and its squares."""
+
+    left: Array
+    right: Array
+    #: Sum of the squares of the matrix, and of the values that the factors have.
+    total: float
+    kept: float
+    #: Whether values above the rounding are left out.
+    is_cut: bool = False
+    rank: int = 0
+
+    @property
+    def energy(self) -> float:
+        """Share of the squares that the factors have."""
+        return min(1.0, self.kept / self.total) if self.total > 0 else 1.0
+
+    def turned(self) -> Factorized:
+        """Return the factors of the transposed matrix."""
+        return self._replace(left=self.right.T, right=self.left.T)
+
+
+def best_factors(
+    blocks: Callable[[], Iterable[Array]],
+    noise: RoundingNoise,
+    choose: Callable[[Array, float], int],
+    threads: int = 1,
+) -> Factorized:
+    """Return factors with the largest singular values of a matrix above its rounding.
+
+    `choose` returns the number of values, given their squares and the sum of all squares. The first
+    pass over the blocks completes `noise`.
+    """
+    gram = _gram(blocks, 1.0, threads)
+    total = float(np.trace(gram).real)
+    if not _SQUARES[0] < total < _SQUARES[1]:
+        nothing = np.zeros((0, 0))
+        return Factorized(nothing, nothing, 0.0 if total <= _SQUARES[0] else math.nan, 0.0)
+    squares, vectors = np.linalg.eigh(gram)
+    floor = max(noise.floor() ** 2, _HIDDEN * squares[-1])
+    is_above = squares[::-1] > (floor if floor == floor else 0)  # noqa: PLR0124  unknown rounding
+    available = squares[::-1][: max(1, np.count_nonzero(is_above))]
+    rank = choose(available, total)
+    basis = vectors[:, ::-1][:, :rank]
+    left = np.concatenate([(_wide(block) @ basis).astype(np.float32) for block in blocks()])
+    norms = np.sqrt(np.square(left, dtype=np.float64).sum(axis=0))
+    balance = np.sqrt(np.where(norms > 0, norms, 1))
+    return Factorized(
+        left / balance.astype(np.float32),
+        (basis * balance).T.astype(np.float32),
+        total,
+        float(np.square(norms).sum()),
+        rank < len(available),
+        rank,
+    )
+
+
+def factors_of_product(
+    left: Array, right: Array, scale: float, choose: Callable[[Array, float], int]
+) -> Factorized:
+    """Return factors with the largest singular values of ``scale * left @ right``."""
+    bases, inner = zip(*map(np.linalg.qr, (left, right.T)), strict=True)
+    u, values, v = np.linalg.svd(scale * inner[0] @ inner[1].T, full_matrices=False)
+    squares = np.square(values)
+    total = float(squares.sum())
+    rank = max(1, choose(squares, total))
+    root = np.sqrt(values[:rank])
+    return Factorized(
+        bases[0] @ (u[:, :rank] * root),
+        (root[:, None] * v[:rank]) @ bases[1].T,
+        total,
+        float(squares[:rank].sum()),
+        rank < len(values),
+        rank,
+    )
 
 
 def _gram(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import xarray as xr
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from xckpt.scan.entries import Describable, Described
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array, Dataset
+
+R = TypeVar("R")
 
 #: Largest number of elements of a matrix that is selected by default; most larger ones are
 #: embeddings.
@@ -176,7 +178,7 @@ def spectrum(
     ]
     entries = entries_of(contents, names=names_of_matrices)
     chosen = filter_of(tensors, options, contents)
-    matrices = _select_matrices(entries, chosen, subtracted[0] if subtracted else None)
+    matrices = select_matrices(entries, chosen, subtracted[0] if subtracted else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
     is_quick = not values and set(names) <= _LANCZOS_STATISTICS and find_spec("scipy") is not None
     progress, cache = options["progress"], options["cache"]
@@ -203,7 +205,7 @@ def _has_matrices(variable: xr.Variable) -> bool:
     return is_float and len(inner) >= 2 and inner[0] >= 2 and prod(inner[1:]) >= 2
 
 
-def _select_matrices(
+def select_matrices(
     entries: Sequence[Described], tensors: TensorFilter | None, subtracted: OpenTensors | None
 ) -> dict[str, Matrix]:
     """Return the matrices by the names of their tensors; warn once if some are left out."""
@@ -332,6 +334,10 @@ class Matrix:
         """Number of rows in a block, or of columns of a wide matrix."""
         return max(64, _BLOCK_NBYTES // (8 * min(self.shape)))
 
+    def noise(self) -> RoundingNoise:
+        """Return an empty bound on the rounding of a difference."""
+        return RoundingNoise(self.array.kinds)
+
     def blocks(self, noise: RoundingNoise | None = None) -> Callable[[], Iterator[Array]]:
         """Return a function that yields blocks of rows, or of transposed columns if wide."""
         # The first pass over a difference adds both sides to `noise`.
@@ -374,7 +380,7 @@ class _Decomposed:
     noise: float | None = None
 
 
-def _decompose(matrix: Matrix, *, is_quick: bool, threads: int = 1) -> _Decomposed:
+def _decompose(matrix: Matrix, threads: int = 1, *, is_quick: bool) -> _Decomposed:
     """Decompose one matrix; the threads share the work on inner products."""
     with locating(tensor=matrix.name):
         if isinstance(matrix.array, Factors):
@@ -384,7 +390,7 @@ def _decompose(matrix: Matrix, *, is_quick: bool, threads: int = 1) -> _Decompos
             return _Decomposed(describe_largest(matrix.blocks(), min(matrix.shape)))
         if not isinstance(matrix.array, _Difference):
             return _describe(matrix, singular_values(matrix.blocks(), threads), None)
-        noise = RoundingNoise(matrix.array.kinds)
+        noise = matrix.noise()
         values = singular_values(matrix.blocks(noise), threads)
         return _describe(matrix, values, noise.floor())
 
@@ -433,14 +439,19 @@ def _decompose_all(
 
             on_worker = partial(_decompose_alone, is_quick=is_quick)
             remaining = send_out(missing, on_worker, deliver, lambda matrix: matrix.array)
-            _decompose_on_threads(remaining, deliver, is_quick=is_quick)
+            on_threads(remaining, partial(_decompose, is_quick=is_quick), deliver)
     return results
 
 
-def _decompose_on_threads(
-    matrices: Sequence[Matrix], deliver: Callable[[Matrix, _Decomposed], None], *, is_quick: bool
+def on_threads(
+    matrices: Sequence[Matrix],
+    work: Callable[[Matrix, int], R],
+    deliver: Callable[[Matrix, R], None],
 ) -> None:
-    """Decompose matrices on the threads of this machine, in bounded memory."""
+    """Work on matrices on the threads of this machine, in bounded memory.
+
+    `work` also gets the number of threads for one matrix.
+    """
     # The bits of a result depend on the number of threads of BLAS, so that each matrix has one.
     cores = cpu_count()
     threads_each = max(1, cores // max(1, len(matrices)))
@@ -458,7 +469,7 @@ def _decompose_on_threads(
                 if running and nbytes > most:
                     break
                 matrix = waiting.popleft()
-                future = threads.submit(_decompose, matrix, is_quick=is_quick, threads=threads_each)
+                future = threads.submit(work, matrix, threads_each)
                 running[future] = matrix
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 deliver(running.pop(future), future.result())

@@ -207,14 +207,14 @@ def into_folder(function: F) -> F:
         is_part = keywords.get("tensors") is not None or keywords.get("exclude") is not None
         options = {k: v for k, v in keywords.items() if k not in (source_key, path_key, engine_key)}
         target = file if is_part or is_remote(folder) else _InFolder(file)
-        with _made(folder):
+        with made_folder(folder):
             return function(arguments[source_key], target, engine, **options)
 
     return written  # type: ignore[return-value]
 
 
 @contextmanager
-def _made(folder: str) -> Iterator[None]:
+def made_folder(folder: str) -> Iterator[None]:
     """Make a local folder; remove it again after an error."""
     path = None if is_remote(folder) else Path(local_path(folder))
     is_new = path is not None and not path.exists()
