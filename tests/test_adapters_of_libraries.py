@@ -135,3 +135,78 @@ def test_what_diffusers_fuses_of_kohya_is_verified(has_alpha: bool, tmp_path: Pa
         part.save_pretrained(tmp_path / "merged" / name)
         base, merged = tmp_path / "base" / name, tmp_path / "merged" / name
         assert causes_of(base, merged, adapter) == {"merged", "equal"}
+
+
+class TestExtracting:
+    """PEFT loads extracted adapters, and merges them into the tuned model."""
+
+    @staticmethod
+    def tune(model: Any, ranks: dict[str, int]) -> None:
+        """Add updates of known ranks to weights."""
+        weights = dict(model.named_parameters())
+        for name, rank in ranks.items():
+            shape = weights[name].shape
+            update = torch.randn(shape[0], rank) @ torch.randn(rank, shape[1]) / 50
+            weights[name].data += update
+
+    @staticmethod
+    def merged(base: Path, adapter: Path) -> dict[str, Any]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        loaded = peft.PeftModel.from_pretrained(model, adapter)
+        return dict(loaded.merge_and_unload().state_dict())
+
+    @pytest.mark.parametrize("kind", ["llama", "gpt2"])
+    def test_planted_updates_are_merged_to_the_tuned_model(self, kind: str, tmp_path: Path) -> None:
+        ranks = {
+            f"model.layers.{n}.mlp.{m}_proj.weight": 2 + n for n in (0, 1) for m in ("up", "down")
+        }
+        ranks["model.layers.1.self_attn.q_proj.weight"] = 5
+        model = llama()
+        if kind == "gpt2":
+            config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96)
+            model = transformers.GPT2LMHeadModel(config)
+            ranks = {"transformer.h.0.attn.c_attn.weight": 3, "transformer.h.1.mlp.c_fc.weight": 2}
+        model.save_pretrained(tmp_path / "base")
+        self.tune(model, ranks)
+        model.save_pretrained(tmp_path / "tuned")
+        table = xckpt.extract_adapter(tmp_path / "base", tmp_path / "tuned", tmp_path / "a", 8)
+        assert table["rank"].to_dict() == ranks
+        merged = self.merged(tmp_path / "base", tmp_path / "a")
+        for name, weight in model.state_dict().items():
+            assert torch.allclose(merged[name], weight, rtol=0, atol=1e-6), name
+
+    @pytest.mark.parametrize("energy", [0.8, 0.95])
+    def test_the_merged_model_has_the_stated_energy(self, energy: float, tmp_path: Path) -> None:
+        model = llama()
+        model.save_pretrained(tmp_path / "base")
+        base = {name: weight.clone() for name, weight in model.state_dict().items()}
+        linear = [name for name in base if "_proj" in name]
+        for name in linear:
+            dict(model.named_parameters())[name].data += torch.randn(base[name].shape) / 50
+        model.save_pretrained(tmp_path / "tuned")
+        table = xckpt.extract_adapter(
+            tmp_path / "base", tmp_path / "tuned", tmp_path / "a", energy=energy
+        )
+        merged = self.merged(tmp_path / "base", tmp_path / "a")
+        tuned = model.state_dict()
+        assert sorted(table.index) == sorted(linear)
+        for name in linear:
+            update = (tuned[name] - base[name]).double()
+            kept = 1 - (tuned[name] - merged[name]).double().norm() ** 2 / update.norm() ** 2
+            assert kept >= energy
+            assert table.loc[name, "energy"] == pytest.approx(float(kept), abs=1e-4)
+
+    def test_a_resized_adapter_merges_to_its_product(self, tmp_path: Path) -> None:
+        model = llama()
+        merge(model, peft.LoraConfig(**LORA, target_modules=MODULES), tmp_path)
+        adapter = tmp_path / "adapter"
+        xckpt.resize_adapter(adapter, tmp_path / "same", energy=1.0)
+        xckpt.resize_adapter(adapter, tmp_path / "smaller", rank=2)
+        expected = self.merged(tmp_path / "base", adapter)
+        for name, weight in self.merged(tmp_path / "base", tmp_path / "same").items():
+            assert torch.allclose(weight, expected[name], rtol=0, atol=1e-5), name
+        base = llama().state_dict()
+        for name, weight in self.merged(tmp_path / "base", tmp_path / "smaller").items():
+            if "_proj" in name:
+                rank = torch.linalg.matrix_rank((weight - base[name]).double(), rtol=1e-4)
+                assert rank == 2, name

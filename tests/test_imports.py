@@ -26,6 +26,8 @@ FUNCTIONS = {
     "append": "xckpt.append({'new': [one]}, 'm.zt')",
     "compare": "xckpt.compare('m.npz', {'embed': one})",
     "convert": "xckpt.convert('m.npz', 'new.safetensors')",
+    "extract_adapter": "xckpt.extract_adapter({'l.weight': one}, {'l.weight': one + 1}, 'new', 1,"
+    " overwrite=True)",
     "findings": "xckpt.findings('m.npz')",
     "footprint": "xckpt.footprint('m.npz', context=10)",
     "histogram": "xckpt.histogram('m.npz', bins=10)",
@@ -36,6 +38,7 @@ FUNCTIONS = {
     "read_index": "xckpt.read_index('m.npz')",
     "references": "xckpt.references('m.npz')",
     "report": "xckpt.report('m.npz', 'm.md')",
+    "resize_adapter": "xckpt.resize_adapter('adapter', 'smaller', 1, overwrite=True)",
     "save": "xckpt.save({'w': one}, 'new.npz')",
     "spectrum": "xckpt.spectrum('m.npz')",
     "stats": "xckpt.stats('m.npz')",
@@ -112,6 +115,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     moments = {f"state.{name}.exp_avg": array for name, array in arrays.items()}
     xckpt.save(moments, folder / "optimizer.npz")
     xckpt.stats(arrays).to_netcdf(folder / "stats.nc", engine="h5netcdf")
+    tuned = {"l.weight": np.eye(4, dtype="f4")}
+    xckpt.extract_adapter({"l.weight": np.ones((4, 4), "f4")}, tuned, folder / "adapter", 2)
     ds = xr.open_dataset(folder / "m.npz").load()
     (folder / "ds.pickle").write_bytes(pickle.dumps(ds))
     return folder

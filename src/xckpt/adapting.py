@@ -96,14 +96,13 @@ def extract_adapter(
     FileExistsError
         If the folder has an adapter and `overwrite` is false.
     ValueError
-        If neither `rank` nor `energy` is stated, no linear weight differs, or an update has NaN or
-        infinities.
+        If neither `rank` nor `energy` is stated, or no linear weight differs.
 
     Warns
     -----
     CheckpointWarning
-        If other tensors differ, such as norms and embeddings, which the adapter lacks, or updates
-        have less than `energy`.
+        If other tensors differ, such as norms and embeddings, which the adapter lacks, as it lacks
+        updates with NaN or infinities; or if updates have less than `energy`.
 
     Examples
     --------
@@ -121,6 +120,7 @@ def extract_adapter(
     nbytes = sum(matrix.nbytes for matrix in matrices.values())
     ranks: dict[str, Factorized] = {}
     factors: dict[str, dict[str, Array]] = {}
+    broken: list[str] = []
     with (
         _new_adapter(path, overwrite=overwrite, storage_options=storage_options) as write,
         TemporaryDirectory(prefix="xckpt-") as scratch,
@@ -129,7 +129,9 @@ def extract_adapter(
 
             def deliver(matrix: Matrix, result: Factorized) -> None:
                 name = matrix.name
-                if result.total > 0:
+                if math.isnan(result.total):
+                    broken.append(name)
+                elif result.total > 0:
                     ranks[name] = result._replace(left=_NOTHING, right=_NOTHING)
                     named = _named(name, result, is_turned=_is_in_first(structure, name))
                     factors[name] = {
@@ -139,8 +141,11 @@ def extract_adapter(
                 bar.advance(matrix.nbytes)
 
             on_threads(list(matrices.values()), request.factorize, deliver)
+        if broken:
+            text = f"the adapter lacks the updates of {some(sorted(broken), 'tensors')}"
+            warn(f"{text}, which have NaN or infinities")
         if not ranks:
-            raise ValueError("no linear weight of the checkpoints differs: there is no adapter")
+            raise ValueError("no linear weight of the checkpoints differs by numbers")
         _warn_of_missing(base_opened, opened, names - matrices.keys())
         ranks = {name: ranks[name] for name in matrices if name in ranks}
         values = {key: array for name in ranks for key, array in factors[name].items()}
@@ -150,7 +155,7 @@ def extract_adapter(
     return request.report(ranks)
 
 
-@documented
+@takes()
 def resize_adapter(
     adapter: Describable,
     path: str | os.PathLike[str],
@@ -253,8 +258,6 @@ class _Request(NamedTuple):
         """Return the factors of the difference of a matrix."""
         noise = matrix.noise()
         result = best_factors(matrix.blocks(noise), noise, self.choose, threads)
-        if not math.isfinite(result.total):
-            raise ValueError(f"the update of {shown(matrix.name)} has NaN or infinities")
         columns, rows = matrix.shape[1], matrix.shape[0]
         # The blocks of a wide matrix are those of its transpose.
         return result.turned() if columns > rows else result

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xckpt import __version__
+from xckpt.cli.adapters import extract
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
 from xckpt.cli.files import browse, convert, footprint, info, manifest, steps, verify
 from xckpt.cli.values import compare, report, spectrum, stats
@@ -44,6 +45,7 @@ _INSTEAD = {
     "stats --findings": "findings health check lint",
     "compare": "diff cmp delta equal",
     "convert": "save cast copy export quantize",
+    "extract": "lora adapter",
     "verify": "validate test",
     "manifest": "hash digest checksum sha256sum sha256",
     "spectrum": "svd rank",
@@ -157,7 +159,7 @@ def commands() -> None:
 
 for _command in (info, browse, footprint, steps, stats, spectrum, compare, report):
     commands.add_command(_command)
-for _command in (convert, manifest, verify):
+for _command in (convert, extract, manifest, verify):
     commands.add_command(_command)
 
 
