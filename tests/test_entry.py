@@ -243,6 +243,7 @@ def test_a_folder_with_folders_of_other_files() -> None:
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
+        ("meta-llama/Llama-3.1-8B", "is the model on the Hugging Face Hub meant"),
         ("meta-llama/Llama-3.1-8B", "'hf://meta-llama/Llama-3.1-8B'"),
         ("gpt2", "'hf://openai-community/gpt2'"),
         ("hf://gpt2", "'hf://openai-community/gpt2'"),

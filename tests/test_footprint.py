@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -207,6 +208,30 @@ class TestQuantizedModels:
         assert "float32" not in parameters
         stacked = xckpt.open(path, stack=True).ckpt.footprint()
         assert stacked["scheme_parameters"].to_series().to_dict() == parameters
+
+    @pytest.mark.parametrize(
+        "model",
+        [
+            *("ct_mixed_precision", "gptq_dynamic_overrides", "mlx_mixed_modes"),  # mixed bits
+            *("gptq_3bit_v1_asym", "gptq_p_5bit", "mlx_6bit", "mlx_names_only"),  # odd ones
+            *("ct_config_in_text_config", "ct_pack_int3_padded", "ct_nvfp4", "ct_mxfp4"),
+            *("awq_gemm_names_only", "bnb_nf4_nested", "mxfp4_gpt_oss", "modelopt_nvfp4"),
+        ],
+    )
+    @pytest.mark.parametrize("decode", [True, False])
+    @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+    def test_packed_parameters_count_as_their_weights(self, model: str, *, decode: bool) -> None:
+        path = GOLDEN / "hf-quantized" / model
+        weights = json.loads((path / "expected.json").read_text())["tensors"]
+        # Biases may be part of a layer with quantised weights.
+        plain = sum(
+            tensor.size
+            for tensor in xckpt.read_index(path).tensors.values()
+            if tensor.layout == "dense" and re.fullmatch(r".*[._](weight|bias|sinks)", tensor.name)
+        )
+        expected = sum(prod(weight["shape"]) for weight in weights.values())
+        footprint = xckpt.open(path, decode=decode).ckpt.footprint()
+        assert footprint["parameters"] == expected + plain
 
 
 class TestSummary:

@@ -231,6 +231,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
             storage_options=options.storage_options,
             mmap=options.mmap,
             whole=options.decode,
+            counted=True,
             tensors=options.tensors,
             missing=options.missing,
             join_ranks=options.join_ranks,

@@ -253,6 +253,28 @@ class TestPickleOfAnUnpackedFile:
         assert "zip -0 -r model.pt 'model'" in str(caught.value.hint)
 
 
+class TestSavedModels:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "exported"
+        (folder / "variables").mkdir(parents=True)
+        (folder / "assets").mkdir()
+        (folder / "saved_model.pb").write_bytes(SAVED_MODEL)
+        for name in ("variables.index", "variables.data-00000-of-00001"):
+            (folder / "variables" / name).write_bytes(bytes(64))
+        return folder
+
+    @pytest.mark.parametrize("name", [".", "..", "saved_model.pb"])
+    def test_the_folder_is_named(self, folder: Path, name: str) -> None:
+        with pytest.raises(FormatError, match="is a SavedModel of TensorFlow") as caught:
+            xckpt.open(folder / name)
+        assert "save_weights" in str(caught.value)
+
+    def test_a_model_beside_it_opens(self, folder: Path) -> None:
+        xckpt.save({"w": np.ones(1)}, folder / "model.safetensors")
+        assert xckpt.open(folder)["w"].values.tolist() == [1]
+
+
 class TestCheckpointsOfTensorFlow:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:

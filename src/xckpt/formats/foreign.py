@@ -95,6 +95,8 @@ _MARKS: tuple[tuple[int, bytes, str, str], ...] = (
 _APPLE_DOUBLE = b"\x00\x05\x16\x07"
 _STORAGE = b"X\7\0\0\0storage"  # the first word of the place of a storage outside of a pickle
 _PICKLES = re.compile(rb"\x80[\2-\5]|\((?:dp|lp)\d+\n|[}\]]q\0|c[a-z_.]+\n[A-Za-z_]+\n")
+# In the folder of a SavedModel.
+_SAVED_MODELS = frozenset({"saved_model.pb", "saved_model.pbtxt"})
 # SavedModel and models of Core ML begin as ONNX models do: a version, then a message.
 _VERSIONED = re.compile(rb"\x08[\1-\x20]\x12(?:[\x80-\xff]+[\0-\x7f]|[\1-\x7f])\x0a", re.DOTALL)
 
@@ -153,6 +155,8 @@ def describe_folder(name: str, files: Collection[str], folders: Collection[str])
         packed = shown(kit.file_name(name.rstrip("/\\")))
         reason = "an unpacked file of PyTorch"
         return Foreign(reason, f"Pack it again: zip -0 -r model.pt {packed}")
+    if not _SAVED_MODELS.isdisjoint(files):
+        return Foreign("a SavedModel of TensorFlow", _TENSORFLOW)
     has_data = any(_DATA_OF_TENSORFLOW.fullmatch(file.lower()) for file in files)
     if has_data and any(file.lower().endswith(".index") for file in files):
         return Foreign("a checkpoint of TensorFlow", _TENSORFLOW)

@@ -36,7 +36,7 @@ from xckpt.opening.merging import Opened, merge
 from xckpt.opening.ranks import join_ranks as joined_ranks
 from xckpt.opening.ranks import look_for_others
 from xckpt.opening.reading import open_place, read_file, read_sibling
-from xckpt.quantization import assemble_weights, may_be_quantized
+from xckpt.quantization import assemble_weights, may_be_quantized, with_counts
 from xckpt.quantization.config import find_declaration, parse_json
 from xckpt.storage import Location, Source
 from xckpt.storage.limits import Pool
@@ -90,6 +90,7 @@ def open_index(
     storage_options: dict[str, Any] | None = None,
     mmap: bool = False,
     whole: bool = True,
+    counted: bool = False,
     silent: bool = False,
     tensors: TensorFilter | None = None,
     missing: Missing = "warn",
@@ -98,9 +99,11 @@ def open_index(
 ) -> tuple[Source, Index]:
     """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`.
 
-    `missing` is what to do about tensors among `tensors` that cannot be read: warn or raise, or
-    nothing (``"ignore"``) if the caller reports them. `join_ranks` is whether ranks of one model
-    become whole tensors; with ``"auto"`` a warning gives the reason if that is not known.
+    Quantised weights are listed as `whole` weights, or as their stored tensors; if `counted`, codes
+    then declare their elements. `missing` is what to do about tensors among `tensors` that cannot
+    be read: warn or raise, or nothing (``"ignore"``) if the caller reports them. `join_ranks` is
+    whether ranks of one model become whole tensors; with ``"auto"`` a warning gives the reason if
+    that is not known.
     """
     location = Location.of(obj, storage_options)
     with advising(location):
@@ -114,9 +117,11 @@ def open_index(
         index = look_for_others(index, opened[1][0])
     if index.shards and source.is_free_to_check:
         index = _without_missing_shards(source, index)
-    if whole and may_be_quantized(index):  # list weights instead of the tensors that store them
+    if (whole or counted) and may_be_quantized(index):
         with paused_collector():
-            index = _with_weights(source, index)
+            assembled = _with_weights(source, index)
+            # List weights instead of the tensors that store them.
+            index = assembled if whole else with_counts(index, assembled)
     if not silent:
         for text in index.warnings[:_SHOWN_WARNINGS]:
             warn(f"{index.source}: {text}")

@@ -123,7 +123,7 @@ def _instead_of(path: Path) -> str | None:
     organisation, _, name = _spelled(path).partition("/")
     if name and "/" not in name and not os.path.lexists(organisation):
         model = f"hf://{organisation}/{name}"
-        return f"{_open_call(model)} the model of this name on the Hugging Face Hub"
+        return f"is the model on the Hugging Face Hub meant? {_open_call(model)} it"
     return _moved(_spelled(path))
 
 

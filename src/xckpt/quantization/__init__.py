@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     # Weights that are left as stored: by the rule that they break, the names and errors.
     Failures = dict[str, list[tuple[str, LayoutError]]]
 
-__all__ = ["assemble_weights", "may_be_quantized"]
+__all__ = ["assemble_weights", "may_be_quantized", "with_counts"]
 
 # Element types of codes, which other tensors of models rarely have.
 _CODE_TYPES = frozenset(
@@ -134,6 +134,22 @@ def assemble_weights(
     attrs = {**(declaration.files if is_quantized else {}), **index.attrs}
     warnings += [*_explain(failures), *model.warnings]
     return replace(index, tensors=tensors, attrs=attrs, warnings=tuple(warnings))
+
+
+def with_counts(index: Index, assembled: Index) -> Index:
+    """Return an index of stored tensors whose codes declare how many elements they hold."""
+    counts = {
+        weight.stored["data"].name: weight.size
+        for weight in assembled.tensors.values()
+        if weight.stored is not None and "data" in weight.stored
+    }
+    tensors = {
+        name: replace(tensor, declared={**(tensor.declared or {}), "elements": counts[name]})
+        if name in counts
+        else tensor
+        for name, tensor in index.tensors.items()
+    }
+    return replace(index, tensors=tensors)
 
 
 def _find_weights(model: Model, structure: Structure) -> tuple[dict[str, Weight], Failures]:
