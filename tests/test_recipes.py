@@ -108,6 +108,7 @@ ARITHMETIC: dict[str, tuple[list[str], Callable[..., Any], Any]] = {
     "half.safetensors": (["base"], lambda a: a, "f2"),
     "step-200.safetensors": (["run/checkpoint-200/model"], lambda a: a, BFLOAT16),
     "shards/": (["base"], lambda a: a, BFLOAT16),
+    "hf/mean/": (["model-1", "model-2"], lambda a, b: (a + b) / 2, "f4"),
 }  # fmt: skip
 
 
@@ -125,6 +126,22 @@ def test_arithmetic_is_that_of_the_library(target: str, library: str) -> None:
         for name in models[0]
     }
     assert_same(target, expected)
+
+
+def test_a_mean_in_a_folder_has_the_config_of_the_models() -> None:
+    run("hf/mean/")
+    assert json.loads(Path("hf/mean/config.json").read_text()) == LLAMA
+
+
+def test_a_broken_step_is_visible_in_the_mean(tmp_path: Path, monkeypatch: Any) -> None:
+    write_models(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path = "run/checkpoint-300/model.safetensors"
+    broken = xckpt.open(path).load()
+    broken["lm_head.weight"][3, 5] = np.nan
+    broken.ckpt.save(path, overwrite=True)
+    run("last.safetensors")
+    assert np.argwhere(np.isnan(stored("last.safetensors")["lm_head.weight"])).tolist() == [[3, 5]]
 
 
 def test_slerp_goes_along_the_arc() -> None:
