@@ -313,8 +313,9 @@ class TestTypesOfResults:
         with pytest.warns(CheckpointWarning, match=text):
             write(xckpt.open("large.safetensors"), dtype=dtype, cast="allow")
 
-    def test_infinities_of_the_source_are_no_loss(self) -> None:
-        save({"w": np.array([np.inf, np.nan, 1], "f4")}, "large.safetensors")
+    @pytest.mark.parametrize("dtype", ["f4", "f8", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2])
+    def test_infinities_of_the_source_are_no_loss(self, dtype: Any) -> None:
+        save({"w": np.array([np.inf, np.nan, 1], dtype)}, "large.safetensors")
         xckpt.convert("large.safetensors", "out.safetensors", dtype="float16", cast="allow")
 
     def test_nothing_in_common_is_a_warning(self) -> None:

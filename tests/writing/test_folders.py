@@ -338,6 +338,19 @@ class TestResults:
         later.compute()
         assert config("out") == LLAMA
 
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"num_hidden_layers": 1 << 60, "vocab_size": 1 << 60},
+            {"num_hidden_layers": -3, "vocab_size": [32], "text_config": 5},
+            {"text_config": {"num_hidden_layers": "3", "hidden_size": 1 << 900}},
+        ],
+    )
+    def test_a_config_of_odd_values_is_copied(self, config: dict[str, Any]) -> None:
+        Path("a/config.json").write_text(json.dumps(LLAMA | config))
+        (xckpt.open("a") * 2).ckpt.save("out/")
+        assert json.loads(Path("out/config.json").read_text()) == LLAMA | config
+
     @pytest.mark.filterwarnings("ignore")
     def test_transformers_and_peft_load_the_folders(self) -> None:
         torch: Any = pytest.importorskip("torch")

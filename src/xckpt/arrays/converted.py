@@ -427,9 +427,9 @@ def count_lost(values: Array, converted: Array) -> int:
     if converted.dtype.kind in "iub":
         difference = np.abs(values - np.rint(values))
         return int(np.count_nonzero(difference > _NOISE * np.maximum(1, np.abs(values))))
-    if max(float(values.max()), -float(values.min())) <= limit:  # False if there are NaN
-        return 0
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # ml_dtypes warns of NaN
+        if max(float(values.max()), -float(values.min())) <= limit:  # False if there are NaN
+            return 0
         return int(np.count_nonzero(np.isfinite(values) & ~np.isfinite(converted)))
 
 

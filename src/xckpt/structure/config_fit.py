@@ -84,16 +84,16 @@ def _fit_layers(
     stacks = {
         stem: numbers
         for stem, numbers in _layers(of_layers).items()
-        if set(numbers.values()) == set(range(size.value))
+        if _are_all(set(numbers.values()), size.value)
     }
     after = _layers(new)
     present = [set(after[stem].values()) for stem in stacks if stem in after]
-    if not present or all(numbers == set(range(size.value)) for numbers in present):
+    if not present or all(_are_all(numbers, size.value) for numbers in present):
         return set()
     count = len(present[0])
     section: Any = size.section  # a part of the copy
     lists = {k: v for k, v in section.items() if isinstance(v, list) and len(v) == size.value}
-    if len(present) < len(stacks) or any(numbers != set(range(count)) for numbers in present):
+    if len(present) < len(stacks) or not all(_are_all(numbers, count) for numbers in present):
         numbers = " and ".join([_ranges(numbers) for numbers in present])
         fit.problems.append(f"{size.key} {size.value}: the tensors have layers {numbers}")
     elif any(len({*map(repr, kinds)}) > 1 for kinds in lists.values()):
@@ -108,6 +108,11 @@ def _fit_layers(
         for name, number in numbers.items()
         if number not in after.get(stem, {}).values()
     }
+
+
+def _are_all(numbers: set[int], count: int) -> bool:
+    """Return whether natural numbers are those below a count, which may be huge."""
+    return len(numbers) == count == max(numbers, default=-1) + 1
 
 
 def _ranges(numbers: Collection[int]) -> str:
