@@ -275,6 +275,16 @@ class TestRules:
             result = self.compared({"a": x, "b": x}, {"c": x})
         assert result.ckpt.names == {}
 
+    def test_a_changed_tensor_has_the_name_that_its_siblings_lead_to_expect(self) -> None:
+        rng = np.random.default_rng(0)
+        a = {f"h.{n}.{k}.weight": rng.standard_normal((8, 8)) for n in range(3) for k in "xy"}
+        b = {name.replace("h.", "block."): values for name, values in a.items()}
+        b["block.1.y.weight"] = rng.standard_normal((8, 8))
+        result = self.compared(a, b)
+        attrs = result["h.1.y.weight"].attrs
+        assert (attrs["other_name"], attrs["matched_by"]) == ("block.1.y.weight", "siblings")
+        assert result.ckpt.table().loc["h.1.y.weight", "status"] == "changed"
+
     def test_different_tensors_of_different_names_stay_unmatched(self) -> None:
         rng = np.random.default_rng(0)
         x, y = rng.standard_normal((2, 5, 7))

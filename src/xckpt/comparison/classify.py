@@ -62,11 +62,14 @@ class Places:
             for side, own, other in zip((ours, theirs), types, types[::-1], strict=True)
         )
         self.types = {*types[0], *types[1]}
+        self._places: dict[tuple[int, str], Place | None] = {}
 
     def place(self, side: int, name: str) -> Place | None:
         """Return the place of a tensor of a side in its family; None if it is unknown."""
-        structure = self.structures[side]
-        return structure.place(name) if name in structure else None
+        if (side, name) not in self._places:
+            structure = self.structures[side]
+            self._places[side, name] = structure.place(name) if name in structure else None
+        return self._places[side, name]
 
     def both(self, names: tuple[str, str]) -> tuple[Place | None, Place | None]:
         """Return the places of a tensor of each side."""

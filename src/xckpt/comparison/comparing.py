@@ -243,6 +243,9 @@ def compare(
     ``gguf``        names of the package `gguf`, if it is installed
     ``values``      constants, and sets of equal tensors that are as large on both sides
     ``alike``       nearly the same numbers: rounded or quantised, transposed or permuted or not
+    ``siblings``    the name that the pairs so far lead to expect, whatever the numbers
+    ``place``       the same place in the model, and the same shape
+    ``names``       constants whose names have more in common than any others
     ==============  ============================================================================
 
     Examples
@@ -440,11 +443,13 @@ def _measure_related(
             range(array[0].size) if entry.gone is None else np.flatnonzero(~entry.gone.ravel())
         )
     )
+    related = np.array([*rows.values()], np.float64).reshape(-1, len(PAIR_COLUMNS))
+    measures = dict(zip(rows, measures_of_pairs(related), strict=True))
     for n, (table, position) in enumerate(places):
         if n in rows:
-            row = np.array([rows[n]])
-            table[1:, position] = measures_of_pairs(row)[0, 1:]
-            sums[cases[n].match.name] = tuple(row[0, columns].tolist())
+            table[1:, position] = measures[n][1:]
+    names = [cases[n].match.name for n in rows]
+    sums |= zip(names, map(tuple, related[:, columns].tolist()), strict=True)
 
 
 def _compare_all(

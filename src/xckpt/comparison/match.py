@@ -11,7 +11,7 @@ names of most pairs (`Rules.broken`), are misplaced tensors.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import chain, product
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -227,11 +227,11 @@ def _partners(
         for name, name_of_b, rule in match_names(free_a, free_b)
         if rule == "prefix" or not _is_part(ours[name], theirs[name_of_b])
     )
-    # Constants and copies, whose values alone are ambiguous.
-    copies = _equal_sets(unmatched(), Rules(_renamed(pairs)), frozenset(free_b))
-    take((a.name, Partner(b.name, "values")) for a, b in copies)
     likely = [c for c in by_content(*unmatched()) if c.score >= _ALIKE and not c.is_exact]
     take(unbroken({c.a.name: Partner(c.b.name, "alike") for c in likely}))
+    unnamed, unnamed_of_b = unmatched()
+    named = by_names(unnamed, unnamed_of_b, places, _renamed(pairs))
+    take(unbroken({a.name: Partner(b.name, rule) for a, b, rule in named}))
     return pairs
 
 
@@ -354,7 +354,13 @@ def _candidates(
     if not is_extended:
         # Screening compares all pairs of tensors: leave out those with a single equal tensor.
         groups = groups_of(sides, attrgetter("content"))
-        candidates += _likely((a[0], b[0]) for a, b in groups if len(a) == len(b) == 1)
+        twins = [(a[0], b[0]) for a, b in groups if len(a) == len(b) == 1]
+        candidates += [
+            Candidate(a, b, is_exact=True, score=1.0, steps=())
+            for a, b in twins
+            if a.has_sums_of(b)
+        ]
+        candidates += _likely((a, b) for a, b in twins if not a.has_sums_of(b))
         paired = {id(tensor) for candidate in candidates for tensor in candidate[:2]}
         sides = [[tensor for tensor in side if id(tensor) not in paired] for side in sides]
     by_shape: tuple[_Shapes, _Shapes] = (defaultdict(list), defaultdict(list))
@@ -433,24 +439,26 @@ def by_names(
     theirs: Iterable[Sketched],
     places: Places,
     known: Iterable[tuple[str, str]],
-) -> list[_Pair]:
-    """Pair tensors that belong together though their numbers may differ.
+) -> list[tuple[Sketched, Sketched, str]]:
+    """Pair tensors that belong together though their numbers may differ; name the rules.
 
     `known` has the names of pairs that follow the rules of a conversion.
     """
-    free, rules, pairs = (dict.fromkeys(ours), dict.fromkeys(theirs)), Rules(known), list[_Pair]()
+    rules = Rules(known)
+    free = dict.fromkeys(ours), dict.fromkeys(theirs)
+    pairs: list[tuple[Sketched, Sketched, str]] = []
 
-    def take(rule: Callable[[list[Sketched], list[Sketched]], Iterable[_Pair]]) -> None:
+    def take(name: str, rule: Callable[[list[Sketched], list[Sketched]], Iterable[_Pair]]) -> None:
         for a, b in rule(*map(list, free)):
             if a in free[0] and b in free[1]:
-                pairs.append((a, b))
+                pairs.append((a, b, "values" if a.content == b.content else name))
                 del free[0][a], free[1][b]
 
-    take(lambda a, b: _siblings(a, b, rules))
-    take(lambda a, b: _placed(a, b, places))
-    take(lambda a, b: _equal_sets([[t for t in side if t.is_constant] for side in (a, b)], rules))
-    take(lambda a, b: [c[:2] for c in by_content(a, b) if c.score >= _NEAR])
-    take(_resembling)
+    take("siblings", lambda a, b: _siblings(a, b, rules))
+    take("place", lambda a, b: _placed(a, b, places))
+    take("values", _equal_sets)
+    take("alike", _nearly_equal)
+    take("names", _resembling)
     return pairs
 
 
@@ -476,27 +484,21 @@ def _placed(
             yield a, by_place[key]
 
 
-def _equal_sets(
-    sides: Iterable[Iterable[Sketched]], rules: Rules, names: Collection[str] = ()
-) -> Iterator[_Pair]:
-    """Pair constants and copies by rules of names, else in file order, if both sides have as many.
+def _equal_sets(ours: Iterable[Sketched], theirs: Iterable[Sketched]) -> Iterator[_Pair]:
+    """Pair constants and copies in the order of the files, if both sides have as many."""
+    for copies, copies_of_b in groups_of((ours, theirs), attrgetter("content")):
+        if len(copies) == len(copies_of_b):
+            for a, b in zip(copies, copies_of_b, strict=True):
+                if not are_other_roles(a.name, b.name):
+                    yield a, b
 
-    `names` are all free names of `b`; without them, rules of names do not apply.
-    """
-    for copies, equals in groups_of(sides, attrgetter("content")):
-        if len(copies) != len(equals):
-            continue
-        copies_of_b = {copy.name: copy for copy in equals}
-        unexpected = []
-        for copy in copies:
-            match = rules.expected(copy.name, names) if names else None
-            if match is None:
-                unexpected.append(copy)
-            elif match[0] in copies_of_b:
-                yield copy, copies_of_b.pop(match[0])
-        for copy, copy_of_b in zip(unexpected, copies_of_b.values(), strict=False):
-            if not are_other_roles(copy.name, copy_of_b.name):
-                yield copy, copy_of_b
+
+def _nearly_equal(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> Iterator[_Pair]:
+    """Pair tensors with nearly the same sums, unless a side has several of them."""
+    counts = [Counter(tensor.content for tensor in side) for side in (ours, theirs)]
+    for a, b, _, score, _ in by_content(ours, theirs):
+        if score >= _NEAR and counts[0][a.content] == counts[1][b.content] == 1:
+            yield a, b
 
 
 def _resembling(ours: Iterable[Sketched], theirs: Iterable[Sketched]) -> Iterator[_Pair]:

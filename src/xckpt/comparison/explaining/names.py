@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])([0-9]{1,9})(?![0-9A-Za-z])")
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _PIECE = re.compile(r"[./]")
-_BEHIND_DOTS = re.compile(r"(?<=[./])")
-_BEFORE_DOTS = re.compile(r"(?=[./])")
+_split_behind_dots = lru_cache(maxsize=1 << 16)(re.compile(r"(?<=[./])").split)
+_split_before_dots = lru_cache(maxsize=1 << 16)(re.compile(r"(?=[./])").split)
 _WORD = re.compile(r"[a-z]+")
 # The most pairs of one shape that are tested for exchanged names.
 _MOST_EXCHANGED = 400
@@ -133,11 +133,11 @@ class Rules:
         if not votes:
             for template_of_b, count in self._stems.get(stem, Counter()).items():
                 votes[_filled(template_of_b + leaf, numbers)] += count
-        for front in accumulate(_BEHIND_DOTS.split(name)[:-1], initial=""):
+        for front in accumulate(_split_behind_dots(name)[:-1], initial=""):
             for new, count in self._fronts.get(front, Counter()).items():
                 candidate = new + name.removeprefix(front)
                 votes[candidate] = max(votes[candidate], count)
-        end = _BEFORE_DOTS.split(name)[-1]
+        end = _split_before_dots(name)[-1]
         for new, count in self._ends.get(end, Counter()).items():
             candidate = name.removesuffix(end) + new
             votes[candidate] = max(votes[candidate], count)
@@ -326,7 +326,7 @@ def _split(template: str) -> tuple[str, str]:
 
 def _fronts(a: str, b: str) -> list[tuple[str, str]]:
     """Return two names without their common last words, if there are any."""
-    first, second = (_BEHIND_DOTS.split(name) for name in (a, b))
+    first, second = (_split_behind_dots(name) for name in (a, b))
     pairs = zip(reversed(first), reversed(second), strict=False)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return [("".join(first[:-count]), "".join(second[:-count]))] if count else []
@@ -334,7 +334,7 @@ def _fronts(a: str, b: str) -> list[tuple[str, str]]:
 
 def _ends(a: str, b: str) -> list[tuple[str, str]]:
     """Return the last words of two names, if the names are equal up to there."""
-    first, second = (_BEFORE_DOTS.split(name) for name in (a, b))
+    first, second = (_split_before_dots(name) for name in (a, b))
     return [(first[-1], second[-1])] if len(first) > 1 and first[:-1] == second[:-1] else []
 
 

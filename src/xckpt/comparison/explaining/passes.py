@@ -326,7 +326,7 @@ def _of_content(work: Work, candidates: Sequence[Candidate]) -> Explanations:
         if link.relation is not None:
             held[n] = related(work.places, link, link.relation, steps)
     pairs = [(candidates[n].a, candidates[n].b, held[n]) for n in sorted(held)]
-    broken = _broken(work, [(a, b) for a, b, _ in pairs])
+    broken = _broken(work, [(a, b) for a, b, _ in pairs]) if pairs else {}
     explanations: Explanations = {}
     for a, b, explanation in pairs:
         if a.name in broken and not work.places.agree(a.name, b.name):
@@ -398,9 +398,9 @@ def _misplaced(a: Sketched, b: Sketched, name: str) -> Explanations:
 
 def expected(work: Work) -> Explanations:
     """Explain tensors of one side by the partner that other renamed tensors suggest."""
-    pairs = by_names(*work.alone_of_sides(), work.places, _known_pairs(work))
+    named = by_names(*work.alone_of_sides(), work.places, _known_pairs(work))
     described = work.descriptions.keys()
-    pairs = [(a, b) for a, b in pairs if not {a.number, b.number} & described]
+    pairs = [(a, b) for a, b, _ in named if not {a.number, b.number} & described]
     results = work.try_arrangements([(n, a, b, _ways(a, b)) for n, (a, b) in enumerate(pairs)])
     explanations: Explanations = {}
     failed: list[tuple[Sketched, Sketched, Link, tuple[Step, ...]]] = []

@@ -208,6 +208,13 @@ class Sketched:
         totals = [round(total, 12) for total in self.sketch.totals.tolist()]
         return self.shape, self.sketch.low, self.sketch.high, *totals
 
+    def has_sums_of(self, other: Sketched) -> bool:
+        """Return whether all sums along all axes are equal."""
+        return all(
+            x is not None and y is not None and np.array_equal(x, y)
+            for x, y in zip(self.along, other.along, strict=True)
+        )
+
     def is_like(self, other: Sketched) -> bool:
         """Return whether both may have the same numbers, in any order: all totals match."""
         a, b = self.sketch, other.sketch
