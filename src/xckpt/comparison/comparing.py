@@ -10,7 +10,6 @@ import numpy as np
 import xarray as xr
 
 from xckpt.comparison.attributes import attribute_changes, state_attributes
-from xckpt.comparison.bounds import bounded, checked_bounds, mark_close
 from xckpt.comparison.cells import (
     CELL_NBYTES,
     Channels,
@@ -23,7 +22,10 @@ from xckpt.comparison.measure import (
     MEASURES,
     PAIR_COLUMNS,
     PAIR_SUMS,
+    bounded,
+    checked_bounds,
     compare_pairs,
+    mark_close,
     measures_of,
     measures_of_pairs,
     summed,

@@ -20,14 +20,15 @@ import numpy as np
 
 from xckpt.comparison.arrangements import Transposed
 from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions, likeness
-from xckpt.comparison.explaining.search import (
+from xckpt.comparison.explaining.sketches import (
     ALIKE,
     are_rotary,
     arrangements,
+    groups_of,
     rope_orders,
+    sketched,
     standardised,
 )
-from xckpt.comparison.explaining.sketches import groups_of, sketched
 from xckpt.comparison.pairs import Match, Partner, pair_of
 from xckpt.errors import shown
 from xckpt.index import paused_collector

@@ -16,7 +16,7 @@ from xckpt.comparison.arrangements import (
     Transposed,
 )
 from xckpt.comparison.explaining.names import Order, likeness
-from xckpt.comparison.explaining.search import SURE, inverse_orders, rope_orders, standardised
+from xckpt.comparison.explaining.sketches import SURE, inverse_orders, rope_orders, standardised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

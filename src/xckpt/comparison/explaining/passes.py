@@ -35,8 +35,7 @@ from xckpt.comparison.explaining.outcome import (
     unreadable,
 )
 from xckpt.comparison.explaining.quantisers import TILES
-from xckpt.comparison.explaining.search import ALIKE, StepChain, arrangements
-from xckpt.comparison.explaining.sketches import Sketched, sketched
+from xckpt.comparison.explaining.sketches import ALIKE, Sketched, StepChain, arrangements, sketched
 from xckpt.comparison.explaining.verification import (
     Link,
     Side,
