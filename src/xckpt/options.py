@@ -182,7 +182,7 @@ _INSTEAD = {
     "progress": "verbose show_progress progress_bar tqdm quiet",
     "cache": "use_cache no_cache",
     "names": "rename renames mapping name_map",
-    "encoding": "compression level digest compress",
+    "encoding": "compress",
     "quantiles": "q quantile percentiles",
     "bins": "nbins num_bins",
     "sort": "sort_by order order_by key",
