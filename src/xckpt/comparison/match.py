@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from xckpt.comparison.arrangements import Transposed
-from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions, likeness
+from xckpt.comparison.explaining.names import (
+    Rules,
+    are_other_roles,
+    conventions,
+    first_numbers,
+    likeness,
+)
 from xckpt.comparison.explaining.sketches import (
     ALIKE,
     are_rotary,
@@ -334,9 +340,10 @@ def by_content(
 def _paired(candidates: list[Candidate]) -> list[Candidate]:
     """Choose the best candidates; names decide between tensors with equal numbers."""
 
-    def rank(candidate: Candidate) -> tuple[bool, float, int]:
-        likely = likeness(candidate.a.name, candidate.b.name)
-        return candidate.is_exact, round(candidate.score, 2), likely
+    def rank(candidate: Candidate) -> tuple[bool, float, int, int]:
+        names = candidate.a.name, candidate.b.name
+        score = round(candidate.score, 2)
+        return candidate.is_exact, score, likeness(*names), first_numbers(*names)
 
     used: set[int] = set()
     chosen = []

@@ -86,6 +86,12 @@ def likeness(first: str, second: str) -> int:
     return sum(min(count, b[word]) for word, count in a.items() if word in b)
 
 
+def first_numbers(a: str, b: str) -> int:
+    """Return the number of equal numbers in two names before the first that differ."""
+    pairs = zip(_DIGITS.findall(a), _DIGITS.findall(b), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: int(pair[0]) == int(pair[1]), pairs))
+
+
 class Rules:
     """The rules that pairs of names follow."""
 
