@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
 
+#: Widths of heads to try if nothing states them, the usual ones first.
+USUAL_WIDTHS = (128, 64, 256, 96, 80, 112, 32, 16, 8, 4)
+
 
 # --- steps ----------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.comparison.arrangements import (
+    USUAL_WIDTHS,
     Cropped,
     Padded,
     Regrouped,
@@ -49,8 +50,6 @@ PARTS_OF = {
 }
 _PROJECTIONS = frozenset({"query", "key", "value", "qkv"})
 _OF_HEADS = _PROJECTIONS | {"output"}
-# Widths of heads to try if nothing states them, the usual ones first.
-_WIDTHS = (128, 64, 256, 96, 80, 112, 32, 16, 8, 4)
 _MOST_PARTS = 1 << 14
 
 
@@ -343,7 +342,7 @@ class Layouts:
         counts = counts or [n for n in self._sizes(component, "head") if n]
         counts = [n for n in counts if n and common % n == 0]
         if not counts:
-            counts = [common // width for width in _WIDTHS if common % width == 0]
+            counts = [common // width for width in USUAL_WIDTHS if common % width == 0]
         return [n for n in dict.fromkeys(counts) if n > 1]
 
     # --- pairs -----------------------------------------------------------------------------------
@@ -379,7 +378,7 @@ class Layouts:
         if not pairs and widths:
             pairs = [(length // (3 * width),) * 2 for width in widths if length % (3 * width) == 0]
         if not pairs:
-            counts = [length // (3 * width) for width in _WIDTHS if length % (3 * width) == 0]
+            counts = [length // (3 * width) for width in USUAL_WIDTHS if length % (3 * width) == 0]
             pairs = [(n, n) for n in counts]
         for n, k in pairs:
             if k > 1 and length % (n + 2 * k) == 0:

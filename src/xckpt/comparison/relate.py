@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.comparison.arrangements import RopePermuted, Transposed
+from xckpt.comparison.arrangements import USUAL_WIDTHS, RopePermuted, Transposed
 from xckpt.comparison.classify import TURNED_SLOTS
 from xckpt.comparison.explaining.verification import correlation_of, sample_of, sides_after
 from xckpt.comparison.pairs import identity_of, pair_of
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 _RELATED = 0.5
 # Margin by which a stated relation has to agree better than the elements at their own positions.
 _CLEARLY = 0.1
-# Sizes of heads to try if no side states one.
-_USUAL_HEADS = (128, 64, 256, 80, 96, 32, 16)
 
 
 @dataclass(frozen=True)
@@ -144,5 +142,5 @@ def _rope_steps(
         return []
     is_undone = ours.alternates is True or theirs.alternates is False
     rows = shape[0]
-    numbers = places.heads(names) or [rows // size for size in _USUAL_HEADS if rows % size == 0]
+    numbers = places.heads(names) or [rows // size for size in USUAL_WIDTHS if rows % size == 0]
     return [RopePermuted(0, n, is_undone) for n in numbers if n and rows % (2 * n) == 0]

@@ -19,7 +19,6 @@ from xckpt.comparison.arrangements import (
     part_of,
     undone,
 )
-from xckpt.comparison.classify import unlike_siblings
 from xckpt.comparison.explaining.conversions import converted, partly_converted
 from xckpt.comparison.explaining.joining import joined
 from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
@@ -35,6 +34,7 @@ from xckpt.comparison.explaining.outcome import (
     unreadable,
 )
 from xckpt.comparison.explaining.quantisers import TILES
+from xckpt.comparison.explaining.siblings import unlike_siblings
 from xckpt.comparison.explaining.sketches import ALIKE, Sketched, StepChain, arrangements, sketched
 from xckpt.comparison.explaining.verification import (
     Link,

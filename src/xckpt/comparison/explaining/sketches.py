@@ -25,6 +25,7 @@ import numpy as np
 
 from xckpt.arrays.compiling import compiled
 from xckpt.comparison.arrangements import (
+    USUAL_WIDTHS,
     Padded,
     Permuted,
     RopePermuted,
@@ -63,8 +64,6 @@ _CLOSER = 6
 # The most pairs of tensors of one shape that are screened together.
 _MOST_PAIRS = 1 << 20
 _MOST_AXES = 4
-# Sizes of heads to try first; similar rows may fit several.
-_USUAL_HEADS = (128, 64, 256, 80, 96, 32, 16)
 _SMALLEST_HEAD = 4
 # Score of rows in an arbitrary order, and the numbers of rows for which it is searched.
 _SHUFFLED = 0.9
@@ -429,7 +428,7 @@ def rope_orders(length: int) -> Mapping[tuple[int, bool], Array]:
     if length > _LONGEST_HEADS:
         return {}
     sizes = [size for size in range(_SMALLEST_HEAD, length + 1, 2) if length % size == 0]
-    ordered = dict.fromkeys([*(size for size in _USUAL_HEADS if size in sizes), *sizes])
+    ordered = dict.fromkeys([*(size for size in USUAL_WIDTHS if size in sizes), *sizes])
     return {
         (length // size, is_undone): RopePermuted(0, length // size, is_undone).positions(length)
         for size in ordered

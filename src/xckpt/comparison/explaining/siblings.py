@@ -1,0 +1,244 @@
+"""Siblings: tensors with one place in several layers, which a conversion treats alike.
+
+A tensor that is explained by other steps, another joint, or another number in its name than most of
+its siblings was not converted as they were, if their way fails for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from xckpt.comparison.arrangements import Step
+    from xckpt.comparison.classify import Places
+    from xckpt.comparison.explaining.outcome import Case, Explanation
+    from xckpt.structure.model import Structure
+
+    #: Verifies, for each pair of a case and steps, whether its elements are related by the steps.
+    #: The result is None if they do not lead to the shape of the second tensor.
+    Verify = Callable[[Sequence[tuple[int, tuple[Step, ...]]]], Sequence[bool | None]]
+
+__all__ = ["unlike_siblings"]
+
+# The least number of siblings that show how a tensor should have been changed.
+_FEWEST_SIBLINGS = 4
+# Numbers in names, which siblings do not have in common.
+_NUMBER = re.compile(r"_?[0-9]+")
+
+
+class _Siblings:
+    """Groups of tensors that a conversion treats alike, by the numbers of their cases."""
+
+    def __init__(self, cases: Sequence[Case], explanations: Mapping[int, Explanation]) -> None:
+        self.cases, self.explanations = cases, explanations
+        self.numbers: tuple[dict[str, int], dict[str, int]] = ({}, {})
+        for n, case in enumerate(cases):
+            for side, tensor in enumerate((case.match.ours, case.match.theirs)):
+                if tensor is not None and case.status:
+                    self.numbers[side][tensor.name] = n
+
+    def groups(
+        self, places: Places, forms_of: Callable[[Structure, str], Iterable[object]]
+    ) -> dict[object, list[int]]:
+        """Return the cases of each side and form; a pair is on both sides."""
+        groups: dict[object, list[int]] = defaultdict(list)
+        for side, numbers in enumerate(self.numbers):
+            structure = places.structures[side]
+            for name, n in numbers.items():
+                match = self.cases[n].match
+                tensor = match.theirs if side else match.ours
+                if name in structure and tensor is not None:
+                    for form in forms_of(structure, name):
+                        groups[side, form, len(tensor.array.shape)].append(n)
+        return groups
+
+    def explained(self, members: Sequence[int]) -> list[int]:
+        """Return the members in `a`, and the joints of both sides, that a layout explains."""
+        return [
+            n
+            for n in members
+            if (own := self.explanations.get(n)) is not None
+            and own.has_layout
+            and (own.joint or self.cases[n].match.ours is not None)
+        ]
+
+    def unmatched(self, members: Sequence[int]) -> int:
+        """Count the members without a partner."""
+        outcomes = [self.explanations[n].outcome for n in members if n in self.explanations]
+        return outcomes.count("unmatched")
+
+    def partners(self, n: int) -> list[int]:
+        """Return the cases of the tensors of the other side that explain one."""
+        side = self.cases[n].status == "only_b"
+        numbers = self.numbers[not side]
+        return [numbers[name] for name in self.explanations[n].other_names if name in numbers]
+
+
+def _template(structure: Structure, name: str) -> list[object]:
+    return [structure.siblings_key(name).template]
+
+
+def _one_number(_: Structure, name: str) -> list[object]:
+    """Return what a name has in common with names that differ in one number."""
+    words, numbers = _NUMBER.sub("", name), _NUMBER.findall(name)
+    return [(words, n, *numbers[:n], *numbers[n + 1 :]) for n in range(len(numbers))]
+
+
+def _convolution(structure: Structure, name: str) -> list[object]:
+    is_kernel = structure.module_type(name) == "convolution"
+    return [structure.param(name)] if is_kernel else []
+
+
+def unlike_siblings(
+    cases: Sequence[Case],
+    explanations: Mapping[int, Explanation],
+    places: Places,
+    verify: Verify,
+) -> dict[int, Explanation]:
+    """Return new explanations of tensors that were not arranged as most of their siblings were."""
+    siblings = _Siblings(cases, explanations)
+    unlike: dict[int, Explanation] = {}
+    judged: set[int] = set()
+    for forms_of in (_template, _one_number, _convolution):
+        groups = siblings.groups(places, forms_of)
+        of_case = {n: members for members in groups.values() for n in members}
+        suspects: list[_Suspect] = []
+        for members in groups.values():
+            explained = [n for n in siblings.explained(members) if n not in judged]
+            if len(explained) >= _FEWEST_SIBLINGS:
+                judged.update(explained)
+                suspects += _suspects(explained, explanations)
+            if forms_of is not _convolution:
+                unlike |= _alone(siblings, members, of_case)
+        tried = [s for s in suspects if not s.usual.joint]
+        holds = verify([(s.case, s.usual.steps) for s in tried])
+        for suspect, is_like in zip(tried, holds, strict=True):
+            differs = suspect.usual.offset != explanations[suspect.case].offset
+            # Convolutions may be of several kinds.
+            is_comparable = is_like is not None or forms_of is not _convolution
+            if (not is_like and is_comparable) or differs:
+                unlike |= _accused(siblings, suspect)
+        for suspect in suspects:
+            if suspect.usual.joint:
+                unlike |= _out_of_order(siblings, suspect)
+    return unlike | _exchanged(siblings)
+
+
+class _Suspect(NamedTuple):
+    """A tensor that is explained in another way than most of its siblings."""
+
+    case: int
+    usual: Explanation
+    #: Number of these siblings.
+    siblings: int
+
+
+def _suspects(members: Sequence[int], explanations: Mapping[int, Explanation]) -> list[_Suspect]:
+    layouts = Counter([explanations[n].layout for n in members])
+    layout, count = layouts.most_common(1)[0]
+    if 2 * count <= len(members):
+        return []
+    usual = next(explanations[n] for n in members if explanations[n].layout == layout)
+    return [_Suspect(n, usual, count) for n in members if explanations[n].layout != layout]
+
+
+def _accused(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
+    n, own = suspect.case, siblings.explanations[suspect.case]
+    text = f"unlike its {suspect.siblings:,} siblings, it was {_contrast(own, suspect.usual)}"
+    unlike = {n: replace(own, text=text, holds=False, causes=("changed",))}
+    for partner in siblings.partners(n):
+        unlike[partner] = replace(unlike[n], other_names=(siblings.cases[n].match.name,))
+    return unlike
+
+
+def _out_of_order(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
+    """Return new explanations of a joint with the parts of its siblings in another order."""
+    own = siblings.explanations[suspect.case]
+    usual, count = suspect.usual, suspect.siblings
+    if sorted(own.joint[1:]) != sorted(usual.joint[1:]):
+        return {}
+    moved = [
+        name
+        for name, part, other in zip(own.other_names, own.joint[1:], usual.joint[1:], strict=True)
+        if part != other or own.joint[0] != usual.joint[0]
+    ]
+    side = siblings.cases[suspect.case].status == "only_b"
+    parts = [siblings.numbers[not side][name] for name in moved]
+    wholes = [whole for part in parts for whole in siblings.partners(part)]
+    numbers = dict.fromkeys([suspect.case, *parts, *wholes])
+    return _doubted(siblings, list(numbers), f"unlike its {count:,} siblings")
+
+
+def _alone(
+    siblings: _Siblings, members: Sequence[int], of_case: Mapping[int, Sequence[int]]
+) -> dict[int, Explanation]:
+    """Return new explanations of tensors that have a partner though most of their siblings fail."""
+    held = [n for n in members if n in siblings.explanations and siblings.explanations[n].verified]
+    missed = siblings.unmatched(members)
+    unlike: dict[int, Explanation] = {}
+    if len(held) >= missed or len(held) + missed < _FEWEST_SIBLINGS:
+        return unlike
+    for n in held:
+        partners = [p for p in siblings.partners(n) if p != n]
+        failed = min([siblings.unmatched(of_case.get(p, ())) for p in partners], default=0)
+        count = min(missed, failed)
+        if count > len(held) and count + len(held) >= _FEWEST_SIBLINGS:
+            unlike |= _doubted(siblings, [n, *partners], f"not so for {count:,} of its siblings")
+    return unlike
+
+
+def _doubted(siblings: _Siblings, numbers: Sequence[int], reason: str) -> dict[int, Explanation]:
+    unlike = {}
+    for n in numbers:
+        own = siblings.explanations[n]
+        causes = ("misplaced", *[cause for cause in own.causes if cause != "misplaced"])
+        unlike[n] = replace(own, text=f"{own.text}; {reason}", holds=False, causes=causes)
+    return unlike
+
+
+def _exchanged(siblings: _Siblings) -> dict[int, Explanation]:
+    """Return new explanations of tensors whose partner has the number that other siblings have.
+
+    A number may be the only difference between kinds, such as in ``cell/vars/1``.
+    """
+    groups: dict[str, dict[int, str]] = defaultdict(dict)
+    for name, n in siblings.numbers[0].items():
+        own = siblings.explanations.get(n)
+        if own is not None and own.verified and "renamed" in own.causes:
+            groups[_NUMBER.sub("", name)][n] = own.other_names[0]
+    usual: dict[str, tuple[str, str]] = {}
+    for form, partners in groups.items():
+        ends = Counter([_end_of(partner) for partner in partners.values()])
+        end, count = ends.most_common(1)[0]
+        if len(partners) >= _FEWEST_SIBLINGS and 2 * count > len(partners):
+            usual[form] = end
+    unlike: dict[int, Explanation] = {}
+    for form, partners in groups.items():
+        for n, partner in partners.items():
+            end = _end_of(partner)
+            if form in usual and end != usual[form] and end in usual.values():
+                numbers = [n, *siblings.partners(n)]
+                reason = f"its siblings are numbered {usual[form][1]} at the end of their names"
+                unlike |= _doubted(siblings, numbers, reason)
+    return unlike
+
+
+def _end_of(name: str) -> tuple[str, str]:
+    """Return a name without its numbers, and the last number."""
+    return _NUMBER.sub("", name), next(iter(re.findall(r"[0-9]+", name)[::-1]), "")
+
+
+def _contrast(own: Explanation, usual: Explanation) -> str:
+    """Return what happened to a tensor in contrast to its siblings."""
+    done = [step.done for step in own.steps]
+    done += [f"given an offset of {own.offset:+.4g}"] if own.offset else []
+    if done:
+        return " and ".join(done)
+    missing = [step.done for step in usual.steps]
+    missing += [f"given an offset of {usual.offset:+.4g}"] if usual.offset else []
+    return f"not {' and '.join(missing)}"
