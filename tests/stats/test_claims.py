@@ -224,6 +224,28 @@ def test_an_offset_is_known_in_one_direction_only(
     assert {back[name] for name in back if "norm" in name} == {outcome}
 
 
+@pytest.mark.parametrize(("heads", "outcome"), [(HEADS, "explained"), (HEADS // 2, "changed")])
+def test_rows_are_permuted_for_the_stated_heads(heads: int, outcome: str, tmp_path: Path) -> None:
+    gguf: Any = pytest.importorskip("gguf")
+    ours = llama(layers=2)
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "llama")
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    for name, values in in_gguf(ours).items():
+        is_turned = "attn_q" in name or "attn_k" in name
+        source = ours[name.replace("blk", "model.layers").replace("attn_", "self_attn.")
+                      .replace(".weight", "_proj.weight")] if is_turned else values  # fmt: skip
+        writer.add_tensor(name, rope(source, heads) if is_turned else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    outcomes = explained(ours, tmp_path / "b.gguf")
+    turned = {outcomes[name] for name in ours if "q_proj" in name or "k_proj" in name}
+    assert turned <= ({outcome} if heads == HEADS else {"changed", "unmatched"})
+    assert {outcomes[name] for name in ours if "mlp" in name} == {"explained"}
+
+
 @pytest.mark.parametrize("centre", [0.2, 1.0])
 def test_an_offset_of_norms_is_not_known_for_other_architectures(centre: float) -> None:
     ours = llama(layers=1, centre=centre)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from xckpt.comparison.arrangements import Padded
+from xckpt.comparison.arrangements import Padded, RopePermuted
 from xckpt.comparison.explaining.causes import Elementwise
 from xckpt.comparison.explaining.names import role_of
 from xckpt.comparison.explaining.rounding import FRACTION_BITS
@@ -108,11 +108,9 @@ class Places:
     def heads(self, names: tuple[str, str]) -> list[int]:
         """Return the numbers of the heads of a query or a key that either side states."""
         numbers: dict[int, None] = {}
-        for structure, place in zip(self.structures, self.both(names), strict=True):
-            axis = TURNED_SLOTS.get(place.slot) if place is not None else None
-            if place is None or axis is None:
-                continue
-            stated = structure.sizes_of(place.component, axis, "head")
+        known = [p for p in self.both(names) if p is not None and p.slot in TURNED_SLOTS]
+        for structure in self.structures if known else ():
+            stated = structure.sizes_of(known[0].component, TURNED_SLOTS[known[0].slot], "head")
             numbers |= dict.fromkeys([heads for heads in stated if heads][:1])
         return list(numbers)
 
@@ -121,17 +119,25 @@ class Places:
         adds = [place.adds_one for place in self.both(names) if place is not None]
         return 1.0 if True in adds else None
 
-    def admits_steps(self, steps: Sequence[Step], names: tuple[str, str]) -> bool:
-        """Return whether a conversion may arrange the elements of a tensor like this."""
-        is_turned = any(step.cause == "transposed" for step in steps)
-        # More zeros than numbers are the place of other tensors.
-        is_small = any(
-            2 * n <= m
-            for step in steps
-            if isinstance(step, Padded)
-            for n, m in zip(step.before, step.after, strict=True)
-        )
-        return not is_small and (not is_turned or self.may_be_turned(names))
+    def admits_steps(
+        self, steps: Sequence[Step], names: tuple[str, str], *, are_parts: bool = False
+    ) -> bool:
+        """Return whether a conversion may arrange the elements of a tensor, or a part, like this.
+
+        A part, such as that of a rank, has fewer heads than the model states.
+        """
+        if any(step.cause == "transposed" for step in steps) and not self.may_be_turned(names):
+            return False
+        stated = [] if are_parts else self.heads(names)
+        for step in steps:
+            if isinstance(step, RopePermuted) and stated and step.heads not in stated:
+                return False
+            # More zeros than numbers are the place of other tensors.
+            if isinstance(step, Padded) and any(
+                2 * n <= m for n, m in zip(step.before, step.after, strict=True)
+            ):
+                return False
+        return True
 
     def admits(self, transform: Transform, names: tuple[str, str], *, backwards: bool) -> bool:
         """Return whether a conversion of the family transforms the numbers like this."""

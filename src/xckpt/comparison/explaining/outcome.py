@@ -225,10 +225,11 @@ def related(
     if evidence is not None and isinstance(relation, Quantised):
         text += f"; signal to noise {evidence.decibels:.3g} dB"
     done = filter(None, [*(step.done for step in steps), relation.done])
+    are_parts = any(side.size < side.tensor.size for side in link.orders[0])
     explanation = Explanation(
         relation.causes or ("equal",),
         text,
-        holds=places.admits_steps(steps, link.names),
+        holds=places.admits_steps(steps, link.names, are_parts=are_parts),
         relation=", ".join(done),
         measures=None if evidence is None else tuple(evidence.measures.row()),
         is_constant=link.is_constant,
