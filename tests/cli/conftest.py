@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.delenv("COLUMNS", raising=False)  # or piped output would have this width
 
 
 @pytest.fixture(scope="session")

@@ -182,3 +182,16 @@ def test_the_column_of_the_order_is_printed(
     assert head == ["tensor", "std", "kurtosis"]
     assert main(["stats", str(checkpoint), "--sort", "kurtosi"]) == 2
     assert "did you mean 'kurtosis'" in capsys.readouterr().err
+
+
+def test_piped_output_is_as_wide_as_the_user_states(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    main(["stats", str(checkpoint)])
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 80
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["stats", str(checkpoint)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith("too narrow for")

@@ -26,7 +26,9 @@ from xckpt.notebook.documents import (
 )
 from xckpt.notebook.html import to_html, to_page
 from xckpt.notebook.markdown import to_markdown
+from xckpt.notebook.short_names import apart
 from xckpt.notebook.text import to_text
+from xckpt.statistics import result_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,3 +201,33 @@ def test_numbers_of_omitted_things_are_stated_once() -> None:
     assert to_text([table]).count("more") == 1
     assert "8 more tensors" in Parsed(to_html([table])).text
     assert to_markdown([table]).count("more") == 1
+
+
+def test_names_in_one_column_are_cut_alike() -> None:
+    names = [f"model.layers.{n}.{word}.weight" for n in (0, 10) for word in ("q", "post_attention")]
+    names = [*names, "model.embed.weight", "lm_head.weight"]
+    labels = apart(names, 30)
+    assert labels == [
+        *("…0.q.weight", "…0.post_attention.weight"),
+        *("…10.q.weight", "…10.post_attention.weight"),
+        *("model.embed.weight", "lm_head.weight"),
+    ]
+    assert apart(names, 80) == names
+
+
+def test_columns_that_are_not_shown_are_counted() -> None:
+    result = xckpt.stats({"w": np.eye(3)})
+    text = " ".join(to_text(result_blocks(result) or [], 40).split())
+    assert re.search(r"too narrow for .*, 15 more columns$", text)
+
+
+def test_a_histogram_names_its_file(tmp_path: Path) -> None:
+    xckpt.save({"h.0.w": np.eye(3)}, tmp_path / "m.npz")
+    result = xckpt.histogram(tmp_path / "m.npz")
+    assert "m.npz" in repr(result.ckpt)
+    assert "m.npz" in repr(result.ckpt.by("layer").ckpt)
+
+
+def test_notes_name_only_the_keys_that_are_missing() -> None:
+    groups = xckpt.stats({"h.0.w": np.eye(3), "lm_head": np.eye(3)}).ckpt.by("layer", "dtype")
+    assert "without layer: 'lm_head'" in repr(groups.ckpt)

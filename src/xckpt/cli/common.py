@@ -210,12 +210,14 @@ def print_text(text: str) -> None:
 
 
 def print_blocks(blocks: Sequence[Block]) -> None:
-    """Print blocks: laid out in a terminal, otherwise as lines with all rows and columns."""
+    """Print blocks: laid out in a terminal, or in ``COLUMNS``, otherwise with all columns."""
     from xckpt.notebook.text import UNLIMITED, to_text
 
     if not blocks:
         return
-    width = get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
+    stated = os.environ.get("COLUMNS", "")
+    width = int(stated) if stated.isdecimal() and int(stated) else UNLIMITED
+    width = get_terminal_size().columns if sys.stdout.isatty() else width
     print_text(to_text(blocks, width, is_terminal=sys.stdout.isatty()))
 
 

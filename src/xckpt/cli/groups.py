@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["grouped_table", "print_groups"]
 
 # Attributes of groups that the document has.
-_NOTES = ("outside", "missing", "unknown")
+_NOTES = ("outside", "lacking", "missing", "unknown")
 
 
 def grouped_table(

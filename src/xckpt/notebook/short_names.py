@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import TYPE_CHECKING
 
 from xckpt.formatting import columns, printable, shortened
@@ -44,9 +44,16 @@ def _common(lists: Sequence[Sequence[str]]) -> list[str]:
 def apart(labels: Sequence[str], width: int = _WIDTH) -> list[str]:
     """Return printable, short labels; different labels remain different.
 
-    Outer modules are omitted if that suffices, else words that the labels share.
+    Outer modules are omitted if that suffices, from all labels that have them, else words that the
+    labels share.
     """
-    short = [_without_outer(printable(label), width) for label in labels]
+    texts = [printable(label) for label in labels]
+    needed = {_outer(text, depth) for text in texts if (depth := _depth(text, width))}
+    deepest = max(map(len, needed), default=0)
+    short = []
+    for text in texts:
+        depths = (n for n in range(deepest, 0, -1) if needed and _outer(text, n) in needed)
+        short.append(_inner(text, next(depths, 0), width))
     places: dict[str, list[int]] = {}
     for position, text in enumerate(short):
         places.setdefault(text, []).append(position)
@@ -85,16 +92,37 @@ def _numbered_apart(labels: Sequence[str], short: Sequence[str], width: int) -> 
     return unique
 
 
-def _without_outer(text: str, width: int) -> str:
-    """Shorten a long name or pattern by its outer modules, or else in the middle."""
+def _starts(text: str) -> list[int]:
+    """Return the places where the words of a name begin, or a pattern can be cut."""
+    starts = [0, *accumulate([len(word) + 1 for word in split_name(text)[:-1]])]
+    # Do not cut within braces, whose ranges have dots, nor directly before them.
+    inner = [text[start:] for start in starts]
+    return [
+        start
+        for start, end in zip(starts, inner, strict=True)
+        if not start or (end.count("{") == end.count("}") and not end.startswith("{"))
+    ]
+
+
+def _depth(text: str, width: int) -> int:
+    """Return how many outer modules to omit from a name that is too long."""
     if columns(text) <= width:
-        return text
-    starts = [0]
-    for start in accumulate([len(word) + 1 for word in split_name(text)[:-1]]):
-        # Do not cut within braces, whose ranges have dots, nor directly before them.
-        inner = text[start:]
-        if inner.count("{") == inner.count("}") and not inner.startswith("{"):
-            starts.append(start)
-    fitting = [start for start in starts[:-1] if len(text) - start < width]
-    start = fitting[0] if fitting else starts[-2:][0]
-    return shortened(f"…{text[start:]}" if start else text, width)
+        return 0
+    starts = _starts(text)
+    fitting = [n for n, start in enumerate(starts[:-1]) if len(text) - start < width]
+    return fitting[0] if fitting else max(0, len(starts) - 2)
+
+
+def _outer(text: str, depth: int) -> tuple[str, ...]:
+    """Return the outer modules of a name, whatever their numbers."""
+    starts = _starts(text)
+    if depth >= len(starts):
+        return ()
+    pieces = pairwise(starts[: depth + 1])
+    words = (text[start:stop] for start, stop in pieces)
+    return tuple("#" if word[:-1].isdecimal() else word for word in words)
+
+
+def _inner(text: str, depth: int, width: int) -> str:
+    """Shorten a name by its outer modules, or else in the middle."""
+    return shortened(f"…{text[_starts(text)[depth] :]}" if depth else text, width)

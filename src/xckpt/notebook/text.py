@@ -187,7 +187,8 @@ class _Writer:
                     yield self.indent + shortened(row[0], self.width - len(self.indent))
         left_out = [f for n, f in enumerate(fields) if n not in fitting and not f.is_optional]
         hidden = [field.title for field in left_out if field.title]
-        narrow = f"too narrow for {', '.join(hidden)}" if hidden and rows else ""
+        others = [f"{table.hidden:,} more columns"] if table.hidden else []
+        narrow = f"too narrow for {', '.join([*hidden, *others])}" if hidden and rows else ""
         for line in filter(None, (table.rest, narrow)):
             yield from self.sentence(Sentence("hint", line))
 

@@ -309,8 +309,9 @@ class Places(NamedTuple):
     #: Number of the group of each of them, on a grid along the labels of the keys.
     groups: Array
     labels: dict[str, list[Any]]
-    #: Tensors that belong to no group.
+    #: Tensors that belong to no group, and the keys that some of them lack.
     outside: list[str]
+    lacking: list[str]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -321,7 +322,9 @@ class Places(NamedTuple):
         """Return variables on the grid as a Dataset, with the reasons for missing ones."""
         import xarray as xr
 
-        attrs: dict[Hashable, Any] = {"outside": some(self.outside)} if self.outside else {}
+        attrs: dict[Hashable, Any] = {}
+        if self.outside:
+            attrs = {"outside": some(self.outside), "lacking": self.lacking}
         if missing:
             reasons: dict[str, list[str]] = {}
             for name, reason in missing.items():
@@ -364,7 +367,8 @@ def place_tensors(
             positions = {label: position for position, label in enumerate(coord)}
             places.append(np.array([positions[labels[key][n]] for n in picked], np.int64))
         groups = np.ravel_multi_index(tuple(places), tuple(map(len, coords.values())))
-        return Places([names[n] for n in picked], picked, groups, coords, outside)
+        lacking = [key for key, values in labels.items() if None in values]
+        return Places([names[n] for n in picked], picked, groups, coords, outside, lacking)
 
 
 def merge_columns(

@@ -206,7 +206,7 @@ def histogram(
     coords["bin"] = edges[:-1] / 2 + edges[1:] / 2
     coords["bin_left"] = ("bin", edges[:-1])
     coords["bin_right"] = ("bin", edges[1:])
-    result = xr.Dataset(variables, coords)
+    result = xr.Dataset(variables, coords, {"source": contents.source} if contents.source else {})
     result.encoding["origin"] = contents.origin  # for groups by role
     return cast("Dataset", result)
 

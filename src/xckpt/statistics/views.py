@@ -100,7 +100,8 @@ def group_notes(attrs: Any, keys: Sequence[str]) -> list[str]:
     """Return which tensors are in no group, as sentences."""
     notes = []
     if "outside" in attrs:
-        notes.append(f"tensors outside, whose names lack {' or '.join(keys)}: {attrs['outside']}")
+        lacking = " or ".join(attrs.get("lacking", keys)) or "a value"
+        notes.append(f"in no group, without {lacking}: {attrs['outside']}")
     return [*notes, *([attrs["unknown"]] if "unknown" in attrs else [])]
 
 
@@ -136,7 +137,8 @@ def frame_table(
             fields.append(Field("", "bar"))
             cells.append(_shares(values))
     rest = more(len(frame) - len(top), where=where)
-    return Table(fields, list(zip(*cells, strict=True)), rest, wanted=wanted)
+    hidden = len(set(map(str, frame)) - {field.title for field in fields}) if where else 0
+    return Table(fields, list(zip(*cells, strict=True)), rest, wanted=wanted, hidden=hidden)
 
 
 def _shares(values: Sequence[float]) -> list[Cell]:
