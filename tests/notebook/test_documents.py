@@ -218,7 +218,7 @@ def test_names_in_one_column_are_cut_alike() -> None:
 def test_columns_that_are_not_shown_are_counted() -> None:
     result = xckpt.stats({"w": np.eye(3)})
     text = " ".join(to_text(result_blocks(result) or [], 40).split())
-    assert re.search(r"too narrow for .*, 15 more columns$", text)
+    assert re.search(r"too narrow for .*, 16 more columns$", text)
 
 
 def test_a_histogram_names_its_file(tmp_path: Path) -> None:

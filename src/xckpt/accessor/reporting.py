@@ -181,7 +181,13 @@ def relate(
 def _changes(frame: pd.DataFrame) -> Table:
     from xckpt.statistics import frame_table
 
-    texts = [name for name in _TEXT_COLUMNS if name in frame]
+    columns = {name: frame[name].astype(str).tolist() for name in _TEXT_COLUMNS if name in frame}
+    # Without columns that repeat the one before, such as the outcome of tensors that changed.
+    texts = [
+        name
+        for name, above in zip(columns, [None, *columns.values()], strict=False)
+        if columns[name] != above
+    ]
     largest = frame_table(frame, [*texts, *_MEASURES], _MOST_CHANGES)
     return _table(largest.fields, largest.rows, len(frame), "tensor")
 

@@ -359,7 +359,7 @@ def whole_numbers(axis: Any) -> None:
     """Put the ticks of an axis at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator("auto", integer=True))
+    axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 def luminance(colour: Any) -> float:

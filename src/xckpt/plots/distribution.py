@@ -18,6 +18,7 @@ from xckpt.plots.axes import (
     number_colours,
     number_text,
     require_drawable,
+    whole_numbers,
 )
 from xckpt.plots.series import (
     MOST_LINES,
@@ -422,6 +423,7 @@ def draw_spectrum(
     ax.plot(np.arange(1, len(values) + 1), values, **{"marker": ".", "markersize": 3, **style})
     ax.set_yscale("log")
     ax.set_xlabel("number, largest first")
+    whole_numbers(ax.xaxis)
     ax.set_ylabel("singular value")
     ax.grid(visible=True, alpha=0.25)
     alpha, start = power_law(np.square(values))

@@ -126,7 +126,8 @@ def frame_table(
     for name in columns:
         values = top[name].tolist()
         if name in keys:
-            fields.append(Field(name, "word" if fields else "name"))
+            is_word = bool(fields) or all(isinstance(value, int) for value in values)
+            fields.append(Field(name, "word" if is_word else "name"))
             values = list(map(str, values))
         else:
             fields.append(Field(name, _KINDS.get(name, "number")))
