@@ -195,11 +195,12 @@ def report(
     from xckpt.errors import UnreadableWarning
 
     storage_options = options.pop("storage_options")
-    is_open = isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
-    with warnings.catch_warnings():
-        # Statistics and comparisons warn of tensors that cannot be read.
-        warnings.simplefilter("ignore", UnreadableWarning)
-        opened: Any = obj if is_open else open(obj, storage_options=storage_options)
+    opened: Any = obj
+    if not isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree):
+        with warnings.catch_warnings():
+            # Statistics and comparisons warn of tensors that cannot be read.
+            warnings.simplefilter("ignore", UnreadableWarning)
+            opened = open(opened, storage_options=storage_options)
     opened.ckpt._report(  # noqa: SLF001
         path,
         other,

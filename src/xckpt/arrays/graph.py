@@ -20,7 +20,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import dask
-import dask.array as da
 import numpy as np
 from dask.callbacks import Callback
 from dask.core import flatten
@@ -32,11 +31,12 @@ from xckpt.errors import locating
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import UNCHECKED_NBYTES, require_memory
 from xckpt.upstream.dask_arrays import (
-    IS_FAST,
     LateGraph,
     LightLayer,
     arguments_within,
     call_task,
+    is_dask_array,
+    is_fast,
     make_array,
     read_task,
     reorder,
@@ -45,6 +45,8 @@ from xckpt.upstream.dask_arrays import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from collections.abc import Set as AbstractSet
+
+    import dask.array as da
 
     from xckpt.arrays.keys import AxisKey, Chunks
     from xckpt.storage.prefetch import Range
@@ -58,14 +60,14 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
     array: Any = make_array(TensorGraph(lazy, name, chunks), name, chunks, meta, lazy.shape)
     # Set on the instance, because arrays that are derived from it must not have them.
     array.__dask_postcompute__ = partial(_postcompute, lazy, chunks)
-    if IS_FAST:
+    if is_fast():
         array.__dask_optimize__ = _optimize_stored
     return cast("da.Array", array)
 
 
 def lazy_of(array: Any) -> LazyArray | None:
     """Return the lazy array of an unchanged array of `tensor_array`; None for other arrays."""
-    graph = array.dask if isinstance(array, da.Array) else None
+    graph = array.dask if is_dask_array(array) else None
     return graph.lazy if isinstance(graph, TensorGraph) and graph.name == array.name else None
 
 
@@ -141,7 +143,7 @@ class TensorGraph(LateGraph):
         """Return the graph for computing the whole array."""
         lazy, name, chunks = self._tensor
         layer = TensorLayer(lazy, name, chunks)
-        if IS_FAST and len(layer) > 1 and _is_dense(lazy):
+        if is_fast() and len(layer) > 1 and _is_dense(lazy):
             layer.result = _Result(lazy)
         return HighLevelGraph({name: layer}, {name: set()})
 
@@ -214,6 +216,12 @@ class TensorLayer(LightLayer):
         return MaterializedLayer(tasks), {key: set() for key in tasks}
 
 
+def _dask_array() -> type[da.Array]:
+    import dask.array as da
+
+    return da.Array
+
+
 class _OptimizeStored:
     """Optimization of a graph of stored arrays: one task for an array of one chunk."""
 
@@ -234,7 +242,7 @@ class _OptimizeStored:
                 break
         used = Counter(k for t in tasks.values() for k in getattr(t, "dependencies", [None]))
         if not is_ours or not used.keys() <= reads.keys():
-            return da.Array.__dask_optimize__(graph, keys, **options)
+            return _dask_array().__dask_optimize__(graph, keys, **options)
         for key, task in tasks.items():
             if len(task.dependencies) == 1:
                 (read,) = task.dependencies
@@ -246,10 +254,10 @@ class _OptimizeStored:
     # dask optimizes arrays together if their functions are equal. Stored and computed arrays of one
     # computation then share their reads.
     def __eq__(self, other: object) -> bool:
-        return other is self or other is da.Array.__dask_optimize__
+        return other is self or other is _dask_array().__dask_optimize__
 
     def __hash__(self) -> int:
-        return hash(da.Array.__dask_optimize__)
+        return hash(_dask_array().__dask_optimize__)
 
     def __reduce__(self) -> str:
         return "_optimize_stored"
@@ -308,7 +316,7 @@ def _postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[Any, ...]]
         with locating(path=lazy.source.name, tensor=lazy.name):
             require_memory(lazy.nbytes, lazy.advice)
     # The chunks of a slice may be views of more than they show.
-    if not IS_FAST or isinstance(lazy, SlicedArray):
+    if not is_fast() or isinstance(lazy, SlicedArray):
         return _finalized, ()
     return _gathered, (chunks,)
 
@@ -335,7 +343,7 @@ def _gathered(results: Any, chunks: Chunks) -> Any:
 
 def _finalized(results: Any) -> Any:
     """Join computed chunks as dask does."""
-    join, options = da.Array.__dask_postcompute__(cast("da.Array", None))
+    join, options = _dask_array().__dask_postcompute__(cast("da.Array", None))
     return join(results, *options)
 
 

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
+    from xckpt.datasets.tensors import OpenTensors
     from xckpt.index import Index
     from xckpt.notebook.documents import Block
+    from xckpt.storage import Source
 
 __all__ = [
     "DAMAGED",
@@ -87,28 +89,48 @@ class FileInput:
 
     def indexes(self, file: str, *, silent: bool = False) -> tuple[Index, Index]:
         """Return the index of a file, and the one with the selected tensors."""
-        from xckpt.labels.filters import combined, select, suggest_filters, warn_of_exclusions
-        from xckpt.opening import open_index
-        from xckpt.structure import structure_of
+        source, index = self._open(file, silent=silent)
+        source.close()
+        return index, self._selected(file, index)
 
-        source, index = open_index(
+    def contents(self, file: str, keys: Sequence[str] | None = None) -> OpenTensors:
+        """Open the selected tensors of a file, or of a run if the keys of groups have its steps."""
+        from xckpt.datasets.options import OpenOptions
+        from xckpt.datasets.tensors import FileTensors, OpenTensors
+
+        if "step" in (keys or ()):
+            return OpenTensors(self.steps([file]))
+        source, index = self._open(file)
+        self._selected(file, index)
+        options = OpenOptions(**self.selection, storage_options=self.storage_options)
+        return FileTensors(source, index, options)
+
+    def _open(self, file: str, *, silent: bool = False) -> tuple[Source, Index]:
+        from xckpt.opening import open_index
+
+        return open_index(
             file,
             self.engine,
             storage_options=self.storage_options,
             silent=silent,
             missing="ignore",
         )
-        source.close()
+
+    def _selected(self, file: str, index: Index) -> Index:
+        """Return the index of the selected tensors; raise an error in usage if there are none."""
+        from xckpt.labels.filters import combined, select, suggest_filters, warn_of_exclusions
+        from xckpt.structure import structure_of
+
         chosen = combined(**self.selection, structures=lambda: [structure_of(index)])
         if chosen is None:
-            return index, index
+            return index
         warn_of_exclusions(index.tensors, chosen)
         selected = {name: index.tensors[name] for name in select(index.tensors, chosen)}
         if not selected:
             hint = suggest_filters(index.tensors, list(self.tensors))
             globs = " ".join(map(shown, self.tensors or ("*",)))
             raise click.UsageError(f"--tensors {globs} matches no tensor in {file}{hint}")
-        return index, replace(index, tensors=selected)
+        return replace(index, tensors=selected)
 
     def steps(self, files: Sequence[str]) -> xr.Dataset:
         """Open the steps of a training run: a folder, a glob, or several files."""
@@ -124,12 +146,9 @@ class FileInput:
     def attrs(self, file: str) -> dict[str, Any]:
         """Return the attributes of a file, long lists included."""
         from xckpt.arrays import read_later
-        from xckpt.opening import open_index
         from xckpt.storage.source import sources_of
 
-        source, index = open_index(
-            file, self.engine, storage_options=self.storage_options, missing="ignore"
-        )
+        source, index = self._open(file)
         with closing(source):
             attrs = read_later(index.attrs, sources_of(source, index.shards))
             return {
@@ -137,11 +156,11 @@ class FileInput:
                 for key, value in attrs.items()
             }
 
-    def dataset(self, file: str, index: Index | None = None) -> xr.Dataset:
-        """Open the selected tensors of a file; its warnings are not repeated if it has an index."""
+    def dataset(self, file: str) -> xr.Dataset:
+        """Open the selected tensors of a file as a Dataset."""
         import xarray as xr
 
-        index = self.index(file) if index is None else index
+        index = self.index(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # `index` has shown them
             return xr.open_dataset(

@@ -551,7 +551,7 @@ def verify(
         if with_findings and report.ok:
             from xckpt.health import findings, findings_blocks
 
-            frame = findings(reading.dataset(file), ignore=ignore, **reading.scanning)
+            frame = findings(reading.contents(file), ignore=ignore, **reading.scanning)
             document["numbers"] = frame.to_dict("records")
             status = max(status, DAMAGED * calls_for_action(frame))
             if not as_json:

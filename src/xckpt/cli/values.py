@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-    from xckpt.index import Index
+    from xckpt.datasets.tensors import OpenTensors
 
 __all__ = ["compare", "report", "spectrum", "stats"]
 
@@ -96,7 +96,6 @@ def stats(
     --findings, their numbers. In a terminal the table has twenty rows, unless --limit states
     another number.
     """
-    from xckpt.health import examine, findings, findings_blocks
     from xckpt.statistics import QUANTILES, statistic_names, table
     from xckpt.statistics import stats as compute
     from xckpt.statistics.tables import arranged
@@ -110,43 +109,45 @@ def stats(
     require_rules(ignore)
     if dims and (only_findings or keys):
         raise click.UsageError("--findings and --by are of whole tensors: leave --dim out")
-    # The steps of a run are several files.
-    ds = reading.steps([file]) if "step" in (keys or ()) else None
-    index = reading.index(file) if ds is None else None
-    ds = reading.dataset(file, index) if ds is None else ds
-    document: dict[str, Any] = {"source": file if index is None else index.source}
-    document |= {"format": ds.ckpt.format if index is None else index.format}
+    tensors = reading.contents(file, keys)
+    document: dict[str, Any] = {"source": _source(file, tensors), "format": tensors.format}
     options: dict[str, Any] = {
         **reading.scanning,
         "exact_quantiles": exact_quantiles,
         "quantiles": quantiles or QUANTILES,
     }
+    findings_frame = None
     if only_findings:
-        result, findings_frame = examine(ds, ignore=ignore, **options)
-        if keys:
-            groups = grouped_table(findings_frame, keys, order)
-            print_groups(groups, list(groups), document if as_json else None)
-            return int(calls_for_action(findings_frame))
+        from xckpt.health import examine
+
+        result, findings_frame = examine(tensors, ignore=ignore, **options)
     else:
         with usage_errors():
-            result = compute(ds, **options, dim=list(dims) if dims else None)
-        if keys:
-            groups = grouped_table(result, keys, order)
-            print_groups(groups, chosen, document if as_json else None, most_wanted)
-            return 0
-        findings_frame = None if dims else findings(result, ignore=ignore)
-    frame = table(result) if dims else _with_facts(table(result), index)
+            result = compute(tensors, **options, dim=list(dims) if dims else None)
+    status = int(findings_frame is not None and calls_for_action(findings_frame))
+    if keys:
+        groups = grouped_table(result if findings_frame is None else findings_frame, keys, order)
+        listed, wanted = (list(groups), []) if only_findings else (chosen, most_wanted)
+        print_groups(groups, listed, document if as_json else None, wanted)
+        return status
+    frame = table(result) if dims else _with_facts(table(result), tensors)
     if as_json:
+        from xckpt.health import findings
+
         document |= {"tensors": json_rows(arranged(frame, **order))}
-        listed = [] if findings_frame is None else findings_frame.to_dict("records")
-        print_document({**document, "findings": listed})
-    elif findings_frame is not None and only_findings:
+        if findings_frame is None and not dims:
+            findings_frame = findings(result, ignore=ignore)
+        records = [] if findings_frame is None else findings_frame.to_dict("records")
+        print_document({**document, "findings": records})
+    elif findings_frame is None:
+        _print_statistics(frame, chosen, order, most_wanted)
+    else:
+        from xckpt.health import findings_blocks
+
         if findings_frame.empty:
             complain("no findings")
         print_blocks(findings_blocks(findings_frame.head(limit)))
-    else:
-        _print_statistics(frame, chosen, order, most_wanted)
-    return int(only_findings and calls_for_action(findings_frame))
+    return status
 
 
 def _chosen(columns: Sequence[str], existing: Sequence[str], *extra: str | None) -> list[str]:
@@ -161,13 +162,19 @@ def _chosen(columns: Sequence[str], existing: Sequence[str], *extra: str | None)
     return chosen
 
 
-def _with_facts(frame: pd.DataFrame, index: Index | None) -> pd.DataFrame:
+def _source(file: str, tensors: OpenTensors) -> str:
+    """Return the name of a file, or the argument for the several files of a run."""
+    index = tensors.index
+    return file if index is None else index.source
+
+
+def _with_facts(frame: pd.DataFrame, opened: OpenTensors) -> pd.DataFrame:
     """Insert the types, shapes and sizes of tensors before their statistics."""
     import pandas as pd
 
     # The variables of a tensor without values have names like name:part.
-    known = {} if index is None else index.tensors
-    tensors = [known.get(name) or known.get(name.rpartition(":")[0]) for name in frame.index]
+    stated = {} if opened.index is None else opened.index.tensors
+    tensors = [stated.get(name) or stated.get(name.rpartition(":")[0]) for name in frame.index]
     facts = pd.DataFrame(
         {
             "dtype": [tensor.dtype if tensor else "" for tensor in tensors],
@@ -229,21 +236,20 @@ def spectrum(
         columns or OF_MATRICES, OF_MATRICES, None if sort in {*_FACTS, *(keys or ())} else sort
     )
     order: dict[str, Any] = {"sort": sort, "ascending": ascending, "limit": limit}
-    ds = reading.steps([file]) if "step" in (keys or ()) else None
-    index = reading.index(file) if ds is None else None
+    tensors = reading.contents(file, keys)
     result = compute(
-        reading.dataset(file, index) if ds is None else ds,
+        tensors,
         **reading.selection,
         **reading.scanning,
-        minus=None if minus is None else reading.dataset(minus),
+        minus=None if minus is None else reading.contents(minus),
         statistics=chosen,
     )
-    document: dict[str, Any] = {"source": file if index is None else index.source}
+    document: dict[str, Any] = {"source": _source(file, tensors)}
     if keys:
         groups = grouped_table(result, keys, order)
         print_groups(groups, chosen, document if as_json else None, [sort or ""])
         return 0
-    frame = _with_facts(table(result), index)
+    frame = _with_facts(table(result), tensors)
     if as_json:
         print_document({**document, "tensors": json_rows(arranged(frame, **order))})
     else:
@@ -336,7 +342,7 @@ def compare(
     if write_names is not None and os.path.lexists(write_names):  # before the pass
         raise click.UsageError(f"{write_names} already exists")
     both = replace(reading, tensors=(), exclude=(), only=None)
-    ours, theirs = both.dataset(a), both.dataset(b)
+    ours, theirs = both.contents(a), both.contents(b)
     with usage_errors():
         result = compute(
             ours,
@@ -461,7 +467,7 @@ def _compared(
 
 
 def _stats_for_groups(
-    frame: pd.DataFrame, ours: xr.Dataset, reading: FileInput
+    frame: pd.DataFrame, ours: OpenTensors, reading: FileInput
 ) -> xr.Dataset | None:
     """Return statistics with the norms of equal tensors, if groups of a comparison need them."""
     from xckpt.statistics import stats as compute_stats

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import dask.array as da
 import numpy as np
 
 from xckpt.arrays.keys import target_nbytes
@@ -20,6 +19,7 @@ from xckpt.upstream.xarray_variables import data_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import dask.array as da
     import pandas as pd
     import xarray as xr
 
@@ -52,12 +52,16 @@ class Factors:
 
     def arrays(self) -> tuple[Array, Array]:
         """Read both factors, as float64."""
-        left, right = da.compute(self.left, self.right)
+        import dask
+
+        left, right = dask.compute(self.left, self.right)
         return left.astype(np.float64), right.astype(np.float64)
 
 
 def matrices_of(adapter: Adapter, tensors: OpenTensors) -> dict[str, da.Array]:
     """Return the matrices of an update by purpose, unread."""
+    import dask.array as da
+
     matrices = {}
     for purpose, name in adapter.tensors.items():
         matrix = da.asarray(tensors.variable(name).data)
@@ -142,7 +146,7 @@ def update_dataset(
             if adapter.kind in {"lora", "dora"}:
                 parts = factors_of(adapter, tensors, factor)
                 factors[adapter.base] = parts
-                product = da.matmul(parts.left, parts.right)
+                product = parts.left @ parts.right
             else:
                 product = update_rows(adapter.kind, matrices_of(adapter, tensors), slice(None))
             scales[adapter.base] = factor

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-import dask.array as da
-
 from xckpt.arrays.graph import lazies_in, lazy_of
 from xckpt.formatting import base_name, counted
+from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class _Uses:
 
     def add(self, array: Any) -> None:
         """Add the array of a variable."""
-        if not isinstance(array, da.Array):
+        if not is_dask_array(array):
             return
         opened: set[Opened] = set()
         for name, lazy in lazies_in(array).items():

@@ -13,17 +13,18 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import dask.array as da
 import numpy as np
 
 from xckpt.datasets.variables import LazyVariable, preferred_chunks
 from xckpt.errors import shown
 from xckpt.labels.grids import member_names
+from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
+    import dask.array as da
     import xarray as xr
 
 _KEY = "stack"
@@ -268,7 +269,7 @@ class StackMembers:
         self._positions = [{index: n for n, index in enumerate(along)} for along in indices]
         self._old_positions = [{index: n for n, index in enumerate(a)} for a in record.indices]
         data = data_of(variable)
-        is_made = isinstance(data, da.Array) and data.name == record.array
+        is_made = is_dask_array(data) and data.name == record.array
         # Whether the variable still has the array of the whole stack.
         self._is_whole = is_made and variable.dims[: len(record.dims)] == record.dims
 
@@ -310,7 +311,7 @@ class StackMembers:
         original_shape = self._variable.encoding.get("original_shape")
         if original_shape is not None:
             encoding.setdefault("original_shape", original_shape[len(record.dims) :])
-        if isinstance(data, da.Array):
+        if is_dask_array(data):
             encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
         return LazyVariable.of(dims, data, before_attrs | attrs or None, encoding)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
@@ -41,6 +40,7 @@ from xckpt.structure.numbering import (
     parse_name,
     split_words,
 )
+from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of
 
 if TYPE_CHECKING:
@@ -277,12 +277,14 @@ def _stack_arrays(stack: Stack, arrays: list[Any]) -> Any:
         token = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         chunks = lazy.chunks(target_nbytes())
         return tensor_array(lazy, f"{stack.name}-{token}", chunks, lazy.empty((0,) * lazy.ndim))
+    like = next(filter(is_dask_array, arrays), first)
     if stack.present is not None:
-        like = next((array for array in arrays if isinstance(array, da.Array)), first)
-        absent = (da if isinstance(like, da.Array) else np).full_like(like, np.nan)
+        absent = np.full_like(like, np.nan)
         places = [absent if array is None else array for array in places]
-    if not any(isinstance(array, da.Array) for array in arrays):
+    if not is_dask_array(like):
         return np.stack(places).reshape((*stack.shape, *first.shape))
+    import dask.array as da
+
     for count in reversed(stack.shape):
         rows = range(0, len(places), count)
         places = [da.stack(places[row : row + count]) for row in rows]

@@ -8,7 +8,6 @@ from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import dask.array as da
 import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
@@ -43,6 +42,7 @@ from xckpt.structure.declared import facts_kept
 from xckpt.structure.facts import model_facts
 from xckpt.structure.numbering import drop_indices
 from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
+from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
@@ -165,6 +165,9 @@ class DescribedTensors(NamedTuple):
 
 class OpenTensors:
     """The tensors of an open object by name, including stacked tensors and nodes of a tree."""
+
+    #: The description of the file, if nothing but the file is open.
+    index: Index | None = None
 
     def __init__(self, obj: xr.Dataset | xr.DataTree | xr.DataArray) -> None:
         self._obj = as_dataset_of_one(obj) if isinstance(obj, xr.DataArray) else obj
@@ -502,7 +505,8 @@ class FileTensors(OpenTensors):
     """The tensors of a file, without a Dataset until names of dimensions are needed."""
 
     def __init__(self, source: Source, index: Index, options: OpenOptions) -> None:
-        self._opened = source, index, options
+        self.index: Index = index
+        self._source, self._options = source, options
         # The file of a path is not left open after the call; a later read opens it again.
         weakref.finalize(self, source.close)
         has_coords = index.arrangement.coords
@@ -516,42 +520,41 @@ class FileTensors(OpenTensors):
     def obj(self) -> xr.Dataset:
         """The Dataset of the file."""
         with paused_collector():
-            return make_dataset(*self._opened)
+            return make_dataset(self._source, self.index, self._options)
 
     @property
     def source(self) -> str:
         """Name of the file."""
-        return self._opened[0].name
+        return self._source.name
 
     @property
     def format(self) -> str:
         """Name of the format of the file."""
-        return self._opened[1].format
+        return self.index.format
 
     @property
     def attrs(self) -> Mapping[Any, Any]:
         """Attributes of the file."""
-        return self._opened[1].attrs
+        return self.index.attrs
 
     def read_attrs(self) -> Mapping[Any, Any]:
         """Return the attributes of the file with lists that can be read."""
-        source, index, _ = self._opened
-        return read_later(index.attrs, sources_of(source, index.shards))
+        return read_later(self.index.attrs, sources_of(self._source, self.index.shards))
 
     @property
     def origin(self) -> DescribedTensors:
         """What the tensors are, without the variables of the Dataset."""
-        return DescribedTensors(self.structure, self._opened[1].shared, risks=self.risks)
+        return DescribedTensors(self.structure, self.index.shared, risks=self.risks)
 
     @property
     def risks(self) -> tuple[CodeFinding, ...]:
         """Code that other programs import or run when they load the file."""
-        return self._opened[1].risks
+        return self.index.risks
 
     @cached_property
     def structure(self) -> Structure:
         """What each tensor of the file is in its model."""
-        return structure_of(self._opened[1])
+        return structure_of(self.index)
 
     @property
     def variable_names(self) -> Collection[Any]:
@@ -561,7 +564,7 @@ class FileTensors(OpenTensors):
     @cached_property
     def coords(self) -> dict[Any, xr.Variable]:
         """The coordinates of the Dataset."""
-        return super().coords if self._opened[1].arrangement.coords else {}
+        return super().coords if self.index.arrangement.coords else {}
 
     def stored(self, name: Any) -> LazyArray | None:
         """Return the array of a variable in the file."""
@@ -657,7 +660,7 @@ def stored_array(variable: xr.Variable) -> LazyArray | None:
     """Return the array in the file that a variable represents, in any chunks; None for others."""
     # `chunks` and `data` would take as long as the rest, for thousands of small tensors.
     array = data_of(variable)
-    if not isinstance(array, da.Array):
+    if not is_dask_array(array):
         return None
     lazy = lazy_of(array)
     if lazy is not None:

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-import dask.array as da
 import ml_dtypes  # noqa: F401  so that numpy knows "bfloat16": ds.astype("bfloat16")
 import numpy as np
 import xarray as xr
@@ -16,6 +15,7 @@ from xckpt.arrays.graph import is_stored, read_small, slice_stored
 from xckpt.arrays.keys import normalize
 from xckpt.labels import explicit_name
 from xckpt.structure import Described, Structure
+from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import (
     IS_FAST,
     ExplicitlyIndexed,
@@ -70,12 +70,13 @@ class LazyVariable(xr.Variable):
     # A fast path, because xarray copies each variable twice before the user gets it. If xarray
     # stops calling this method, copying takes longer.
     def _copy(self, deep: bool = True, data: Any = None, memo: Any = None) -> Self:  # noqa: FBT001, FBT002
-        is_array = IS_FAST and isinstance(self._data, (da.Array, np.ndarray))
+        stored = self._data
+        is_array = IS_FAST and (isinstance(stored, np.ndarray) or is_dask_array(stored))
         if not is_array or deep or data is not None:
             return super()._copy(deep=deep, data=data, memo=memo)
         attrs = None if self._attrs is None else dict(self._attrs)
         encoding = dict(self._encoding or {})
-        return make_variable(type(self), self._dims, self._data, attrs, encoding)
+        return make_variable(type(self), self._dims, stored, attrs, encoding)
 
     # xarray makes an outer product of a tensor with named axes and its copy without. Results stay
     # in this class, so that this holds for them, too.

@@ -10,8 +10,6 @@ from itertools import compress
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import dask
-import dask.array as da
 import numpy as np
 import xarray as xr
 
@@ -49,7 +47,9 @@ if TYPE_CHECKING:
     from xckpt.opening import OpenPath
     from xckpt.typing import Array, Dataset
 
-    Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree | Mapping[str, Any]
+    Describable = (
+        OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree | Mapping[str, Any] | OpenTensors
+    )
 
 #: Elements of the longest row that is sorted in memory: 32 MiB as float64.
 LONGEST_ROW = 1 << 22
@@ -425,6 +425,9 @@ def deferred(
     find_all: Callable[..., list[Any]], inputs: Any, shapes: Sequence[tuple[int, ...]]
 ) -> list[Any]:
     """Return dask arrays of the results of one shared call of a function on `inputs`."""
+    import dask
+    import dask.array as da
+
     # In a partial, because dask would search an argument for tasks, down to the last tensor.
     scan = dask.delayed(partial(find_all, inputs), pure=False)()
     return [da.from_delayed(scan[n], shape, np.float64) for n, shape in enumerate(shapes)]
@@ -450,7 +453,8 @@ def laid_out(
                 name = f"{dim}_{number}"
             dims.append(name)
         variables[entry.name] = LazyVariable.of(tuple(dims), data, attr or None, entry.encoding)
-    coords: dict[Hashable, Any] = {"statistic": ("statistic", np.array(statistics, dtype=str))}
+    names: Any = np.array(statistics, dtype=str)
+    coords = {"statistic": xr.Variable(("statistic",), names, fastpath=True)}
     if sizes:
         coords |= {
             name: coord

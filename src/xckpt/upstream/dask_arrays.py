@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from functools import cache
 from operator import getitem
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-import dask.array as da
 import numpy as np
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
@@ -14,17 +15,29 @@ from xckpt.upstream import IS_PLAIN
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    import dask.array as da
+
+# `dask.array` takes half a second to load, which only dask arrays need.
 try:
     from dask._task_spec import DataNode, Task
-    from dask.array.core import getter
 except ImportError:  # then tasks are tuples
-    DataNode = Task = getter = None  # type: ignore[assignment,misc]
+    DataNode = Task = None  # type: ignore[assignment,misc]
+
+HAS_TASKS = not IS_PLAIN and Task is not None
+
+
+def is_dask_array(array: Any) -> TypeGuard[da.Array]:
+    """Return whether an object is a dask array."""
+    core = sys.modules.get("dask.array.core")  # without the module, there are no dask arrays
+    return core is not None and isinstance(array, getattr(core, "Array", ()))
 
 
 def _make_directly(graph: Any, name: str, chunks: Any, meta: Any, shape: tuple[int, ...]) -> Any:
     """Return an array, of chunks and meta that are right by construction."""
     # A subclass with another constructor does not help: xarray refuses to mix it with other
     # dask arrays (namedarray.parallelcompat).
+    import dask.array as da
+
     array = object.__new__(da.Array)
     array.dask = graph
     array._name = name
@@ -36,10 +49,13 @@ def _make_directly(graph: Any, name: str, chunks: Any, meta: Any, shape: tuple[i
     return array
 
 
-def _is_known_dask() -> bool:
-    """Return whether an array that is made directly is the one that dask makes."""
-    if Task is None or getter is None:
+@cache
+def is_fast() -> bool:
+    """Return whether arrays can be made directly: dask makes the same ones."""
+    if not HAS_TASKS:
         return False
+    import dask.array as da
+
     meta = np.empty((0,), "f4")
     graph = HighLevelGraph({"a": MaterializedLayer({("a", 0): meta})}, {"a": set()})
     try:
@@ -55,14 +71,13 @@ def _is_known_dask() -> bool:
         return False
 
 
-IS_FAST = not IS_PLAIN and _is_known_dask()
-
-
 def make_array(graph: Any, name: str, chunks: Any, meta: Any, shape: tuple[int, ...]) -> da.Array:
     """Return a dask array of a graph."""
-    if IS_FAST:
+    if is_fast():
         array: da.Array = _make_directly(graph, name, chunks, meta, shape)
         return array
+    import dask.array as da
+
     return da.Array(graph, name, chunks, meta=meta)
 
 
@@ -70,7 +85,7 @@ class LateGraph(HighLevelGraph):
     """A graph of one layer, made at first access, which saves nine objects per tensor."""
 
     def __init__(self) -> None:
-        if not IS_FAST:
+        if not is_fast():
             name, layer = self._only_layer()
             super().__init__({name: layer}, {name: set()})
 
@@ -89,7 +104,7 @@ class LateGraph(HighLevelGraph):
 class LightLayer(Layer):
     """A layer without annotations, whose tasks are not made to look for old ones."""
 
-    if IS_FAST:
+    if HAS_TASKS:
         # Layer.__init__ looks for annotations in the configuration each time.
         annotations = None
         collection_annotations = None
@@ -97,14 +112,16 @@ class LightLayer(Layer):
         has_legacy_tasks: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        if not IS_FAST:
+        if not HAS_TASKS:
             super().__init__()
 
 
 def read_task(key: tuple[Any, ...], array: Any, index: tuple[Any, ...]) -> Any:
     """Return the task that selects of an array."""
-    if not IS_FAST:
+    if not HAS_TASKS:
         return (getitem, array, index)
+    from dask.array.core import getter
+
     # A node, because dask asks what is indexed for its key. asarray and lock of the getter are
     # positional, or dask does not see that it is one, and does not join later slices with it.
     return Task(key, getter, DataNode(key[0], array), index, False, None)  # noqa: FBT003
@@ -130,5 +147,5 @@ def arguments_within(task: Any) -> Iterator[list[Any]]:
 
 def reorder(state: Mapping[str, Any], keys: list[Any]) -> None:
     """Do tasks that depend on nothing in this order."""
-    if IS_FAST:
+    if HAS_TASKS:
         state["ready"][:] = keys[::-1]  # the last one is done first
