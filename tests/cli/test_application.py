@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import xckpt
@@ -250,3 +251,31 @@ def test_advice_uses_options_of_the_command_line(
     assert "--cast allow" in errors_of(*convert, "float16")
     assert "--option version=2" in errors_of(*convert, "float8_e4m3fn", "--cast", "allow")
     assert "--engine ztensor" in errors_of("info", str(checkpoint), "--engine", "safetensors")
+
+
+_FORMAT_ONLY = {"dask.array", "numba", "pandas", "scipy", "xarray"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [
+        (["info", "m.npz"], _FORMAT_ONLY),
+        (["manifest", "m.npz"], _FORMAT_ONLY),
+        (["verify", "m.npz"], _FORMAT_ONLY),
+        (["convert", "m.npz", "new.safetensors"], _FORMAT_ONLY),
+        (["stats", "m.npz"], {"dask.array", "distributed", "xckpt.health"}),
+        (["compare", "m.npz", "m.npz"], {"dask.array", "distributed", "xckpt.health"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_commands_load_only_what_they_need(
+    arguments: list[str], unneeded: set[str], tmp_path: Path
+) -> None:
+    xckpt.save({"w": np.ones((4, 3), "f4")}, tmp_path / "m.npz")
+    code = f"import sys; from xckpt.cli import main; s = main({arguments}); print(s, *sys.modules)"
+    done = subprocess.run(  # noqa: S603  our own code
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    status, *modules = done.stdout.splitlines()[-1].split()
+    assert status == "0"
+    assert unneeded.isdisjoint(modules)
