@@ -38,7 +38,7 @@ ALLOWED = {
     },
     "names in the files of adapters and optimizers": {
         *("datasets/adapters.py", "datasets/adapter_methods.py"),
-        *("datasets/optimizers.py", "datasets/optimizer_numbers.py"),
+        *("datasets/optimizers.py", "datasets/optimizers.py"),
     },
     "names of one tensor in two projects": {
         *("labels/conventions.py", "comparison/explaining/names.py"),

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from xckpt.options import Forwarded
-from xckpt.plots.channels import draw_error
-from xckpt.plots.comparisons import draw_differences
+from xckpt.plots.comparisons import draw_differences, draw_error
 from xckpt.plots.distribution import draw_histogram, draw_spectrum
 from xckpt.plots.groups import draw_groups
 from xckpt.plots.heatmap import draw_heatmap

@@ -24,9 +24,9 @@ from xckpt.plots.axes import (
     safe,
     whole_numbers,
 )
-from xckpt.plots.panels import MOST_LINES_OF_PANEL, panels_of, positions_of
 from xckpt.plots.series import (
     MOST_LINES,
+    MOST_LINES_OF_PANEL,
     Chosen,
     Series,
     choose,
@@ -34,6 +34,8 @@ from xckpt.plots.series import (
     numbers_of,
     one_of,
     outermost,
+    panels_of,
+    positions_of,
     series_of,
 )
 from xckpt.plots.theme import themed
@@ -45,8 +47,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from xckpt.labels import TensorFilter
-    from xckpt.plots.panels import Positions
-    from xckpt.plots.series import Drawn
+    from xckpt.plots.series import Drawn, Positions
     from xckpt.structure.numbering import ParsedName
 
 #: Values that span a larger factor than this get a logarithmic axis.
