@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import numpy as np
 import pytest
 import xarray as xr
@@ -55,6 +57,15 @@ def test_equal_files_have_status_0_whatever_their_formats(
     assert capsys.readouterr() == ("", "xckpt: 3 tensors: all are the same\n")
     assert main(["compare", pair[0], copy, "--all"]) == 0
     assert capsys.readouterr().out.count("same") == 3
+
+
+def test_files_on_other_machines_take_options(capsys: pytest.CaptureFixture[str]) -> None:
+    content = BytesIO()
+    np.savez(content, w=np.ones(3, np.float32))
+    fsspec.filesystem("memory").pipe_file("/compared.npz", content.getvalue())
+    urls = ["memory://compared.npz"] * 2
+    assert main(["compare", *urls, "--storage-option", 'xckpt={"retries": 1}']) == 0
+    assert capsys.readouterr().err == "xckpt: 1 tensor: all are the same\n"
 
 
 def test_order_number_and_names_of_rows(
