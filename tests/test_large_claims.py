@@ -16,7 +16,7 @@ from tests.formats.ztensor_files import dense_v1, dense_v2, stored, v1_file, v2_
 from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.sparse import SparseArray
 from xckpt.cli import main
-from xckpt.storage.encoders import new_encoder
+from xckpt.storage.seekable import new_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ import xckpt
 from tests.conftest import with_peak_memory
 from tests.formats.safetensors_files import safetensors_file
 from xckpt.errors import CheckpointWarning, UnsupportedError
-from xckpt.quantization.config import is_match
+from xckpt.quantization.model import is_match
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -291,7 +291,7 @@ def test_too_many_alternative_parameters_are_not_tried(method: str) -> None:
     from xckpt.elements import nbytes_of
     from xckpt.index import Index, Part, Tensor
     from xckpt.quantization import assemble_weights
-    from xckpt.quantization.config import Declaration
+    from xckpt.quantization.model import Declaration
 
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
     groups = {

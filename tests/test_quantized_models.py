@@ -17,7 +17,7 @@ from tests.contracts.declared import arrays_in
 from xckpt.errors import CheckpointError, CheckpointWarning
 from xckpt.opening import open_index
 from xckpt.quantization import assemble_weights
-from xckpt.quantization.config import find_declaration
+from xckpt.quantization.model import find_declaration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -216,7 +216,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         drop_variables: str | Iterable[str] | None,
         keywords: dict[str, Any],
     ) -> tuple[Source, Index, OpenOptions]:
-        from xckpt.labels.corrections import correct
+        from xckpt.labels.filters import correct
         from xckpt.opening import open_index
         from xckpt.opening.matches import check_filters
 

@@ -144,6 +144,14 @@ def _of_mapping(
     return ds if stack is False else stack_modules(ds, stack, join)
 
 
+def _opened(obj: Any, storage_options: dict[str, Any] | None) -> Any:
+    """Return an open object; open anything else."""
+    import xarray as xr
+
+    is_open = isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
+    return obj if is_open else open(obj, storage_options=storage_options)
+
+
 @takes(ScanOptions)
 def report(
     obj: Describable,
@@ -190,17 +198,13 @@ def report(
     >>> xckpt.report("m.zt", "m.html")
     >>> ds.ckpt.report("tuned.md", "tuned.safetensors")
     """
-    import xarray as xr
-
     from xckpt.errors import UnreadableWarning
 
     storage_options = options.pop("storage_options")
-    opened: Any = obj
-    if not isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree):
-        with warnings.catch_warnings():
-            # Statistics and comparisons warn of tensors that cannot be read.
-            warnings.simplefilter("ignore", UnreadableWarning)
-            opened = open(opened, storage_options=storage_options)
+    with warnings.catch_warnings():
+        # Statistics and comparisons warn of tensors that cannot be read.
+        warnings.simplefilter("ignore", UnreadableWarning)
+        opened = _opened(obj, storage_options)
     opened.ckpt._report(  # noqa: SLF001
         path,
         other,
@@ -299,8 +303,6 @@ def footprint(
     >>> xckpt.footprint("m.zt")["precision_nbytes"].sel(precision="bfloat16")
     >>> xckpt.footprint("m.zt", context=8192, batch=4, fits="24GiB")["precision_fits"]
     """
-    import xarray as xr
-
     from xckpt.accessor.describing import selected
     from xckpt.formatting import parse_size
     from xckpt.notebook.footprint import Memory, footprint_dataset, footprint_of
@@ -311,8 +313,7 @@ def footprint(
         if type(number) is not int or not 0 < number <= _MOST_TOKENS:
             raise ValueError(f"{name} must be a number from 1 to {_MOST_TOKENS}, not {number!r}")
     limit = None if fits is None else parse_size("fits", fits)
-    is_open = isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
-    opened: Any = obj if is_open else open(obj, storage_options=storage_options)
+    opened = _opened(obj, storage_options)
     contents = selected(opened, tensors, **options)
     rows, structure = contents.rows, contents.structure
     names = None if context else [row.name for row in rows]

@@ -17,7 +17,7 @@ from xckpt.arrays.parts import PartReader
 from xckpt.errors import FormatError, IntegrityError
 from xckpt.index import Part
 from xckpt.storage import digests, open_source
-from xckpt.storage.encoders import new_encoder
+from xckpt.storage.seekable import new_encoder
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ ALLOWED = {
     },
     "patterns that a user types, and names of dimensions": {
         *("labels/renaming.py", "labels/axes.py", "writing/fitting.py", "accessor/__init__.py"),
-        "quantization/config.py",
+        "quantization/model.py",
     },
     "escapes and spelling": {
         *("labels/paths.py", "writing/plain.py", "writing/gathering.py", "addresses.py"),

@@ -19,7 +19,7 @@ from xckpt.arrays.dense import ChunkedArray, DenseArray, dense_array, elements
 from xckpt.arrays.lazy import LazyArray, Opened, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape, part_readers
 from xckpt.arrays.scaled import quantized_array
-from xckpt.arrays.sparse_blocks import SPARSE_ARRAYS
+from xckpt.arrays.sparse import SPARSE_ARRAYS
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import CheckpointError, FormatError, locating
 from xckpt.index import StoredList

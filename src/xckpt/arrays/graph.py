@@ -76,7 +76,7 @@ def lazies_in(array: Any) -> dict[str, LazyArray]:
     lazy = lazy_of(array)
     if lazy is not None:
         return {array.name: lazy}
-    layers = array.dask.layers if isinstance(array, da.Array) else {}
+    layers = array.dask.layers if is_dask_array(array) else {}
     return {n: layer.lazy for n, layer in layers.items() if isinstance(layer, TensorLayer)}
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from xckpt.arrays.lazy import dense_values
 from xckpt.comparison.arrangements import Reshaped, View, cropped, lines_along
 from xckpt.comparison.layouts import Conversion, Piece
-from xckpt.structure.pieces import (
+from xckpt.structure.forms import (
     are_in_order,
     layer_of,
     module_of_flat,

@@ -16,7 +16,7 @@ from xckpt.statistics.tables import tensor_rows
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from xckpt.statistics.group_sums import Groups
+    from xckpt.statistics.definitions import Groups
     from xckpt.typing import Array, Dataset
 
 __all__ = ["by"]

@@ -40,7 +40,7 @@ from xckpt.datasets.adapter_methods import (
     problem_of_options,
 )
 from xckpt.errors import shown, some
-from xckpt.quantization.config import is_match
+from xckpt.quantization.model import is_match
 from xckpt.structure.counterparts import (
     PIPELINE_PARTS,
     Counterparts,

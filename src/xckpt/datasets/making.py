@@ -27,8 +27,8 @@ from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import shown
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
-from xckpt.labels.attributes import StackedAttrs, stack_attrs
 from xckpt.labels.filters import suggest_names
+from xckpt.labels.grids import StackedAttrs, stack_attrs
 from xckpt.storage.source import ShardedSource, sources_of
 from xckpt.structure.dims import axes_of, dims_of, with_stated
 from xckpt.upstream.xarray_trees import assemble_dataset

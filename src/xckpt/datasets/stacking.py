@@ -31,8 +31,7 @@ from xckpt.datasets.tensors import Flat, Obj, OpenTensors, flatten, rebuild
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
-from xckpt.labels.attributes import stack_attrs
-from xckpt.labels.grids import Stack, find_stacks
+from xckpt.labels.grids import Stack, find_stacks, stack_attrs
 from xckpt.structure.numbering import (
     drop_indices,
     is_index,

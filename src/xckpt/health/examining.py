@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
     from xckpt.notebook.documents import Block
     from xckpt.scan.entries import Describable
-    from xckpt.statistics.group_sums import Groups
+    from xckpt.statistics.definitions import Groups
     from xckpt.typing import Dataset
 
 _SEVERITIES = ("error", "warning", "info")

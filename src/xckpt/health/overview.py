@@ -14,7 +14,7 @@ from xckpt.notebook.folding import ascending
 from xckpt.notebook.shown import Shown
 from xckpt.notebook.summary import folded_findings
 from xckpt.notebook.views import finding_blocks
-from xckpt.opening.metrics import run_metrics
+from xckpt.opening.runs import run_metrics
 from xckpt.structure import PARAMETERS, Role
 
 if TYPE_CHECKING:

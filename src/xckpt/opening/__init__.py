@@ -37,7 +37,7 @@ from xckpt.opening.ranks import join_ranks as joined_ranks
 from xckpt.opening.ranks import look_for_others
 from xckpt.opening.reading import open_place, read_file, read_sibling
 from xckpt.quantization import assemble_weights, may_be_quantized, with_counts
-from xckpt.quantization.config import find_declaration, parse_json
+from xckpt.quantization.model import find_declaration, parse_json
 from xckpt.storage import Location, Source
 from xckpt.storage.limits import Pool
 from xckpt.storage.source import first_file, sources_of

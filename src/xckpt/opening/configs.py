@@ -17,7 +17,7 @@ from xckpt.opening.names import (
     preferred,
 )
 from xckpt.opening.reading import read_sibling, read_small
-from xckpt.quantization.config import parse_json
+from xckpt.quantization.model import parse_json
 from xckpt.storage import Location, Source
 
 if TYPE_CHECKING:

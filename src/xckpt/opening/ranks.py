@@ -13,7 +13,7 @@ from xckpt.formats import chunks
 from xckpt.opening.files import file_name
 from xckpt.opening.names import numbers_of, rank_of
 from xckpt.opening.reading import read_sibling
-from xckpt.quantization.config import parse_json
+from xckpt.quantization.model import parse_json
 from xckpt.storage.source import first_file
 from xckpt.structure.ranks import SHARED_ATTRS, Layout, stage_names
 

@@ -19,9 +19,8 @@ from xckpt.errors import CheckpointError, FileChangedError, shown, some, warn
 from xckpt.formatting import base_name
 from xckpt.index import paused_collector
 from xckpt.labels import AxisNamer, select
-from xckpt.labels.attributes import stack_attrs
-from xckpt.labels.corrections import correct
-from xckpt.labels.filters import no_match
+from xckpt.labels.filters import correct, no_match
+from xckpt.labels.grids import stack_attrs
 from xckpt.opening import format_of, open_index
 from xckpt.opening.checkpoint import CheckpointFiles
 from xckpt.opening.files import are_ranks, files_of

@@ -6,7 +6,7 @@ the weight that they encode, with the name and shape that it has in the model wi
 
 The structure of the stored tensors names the codes. The room may import `structure`, `index`,
 `elements` and `errors`; it reads no files. Read `model` first, which all schemes build on, then
-`gptq` as an example of one.
+`words` as an example of one.
 """
 
 from __future__ import annotations
@@ -17,22 +17,29 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
 from xckpt.index import Tensor
-from xckpt.quantization.bitsandbytes import match_bitsandbytes, names_with_state
-from xckpt.quantization.comfy import match_comfy
 from xckpt.quantization.compressed_tensors import compressed_problem, match_compressed
-from xckpt.quantization.full_bytes import float8_problem, match_full_bytes
-from xckpt.quantization.gptq import awq_problem, gptq_problem, match_qweight
-from xckpt.quantization.mlx import match_mlx, mlx_problem
+from xckpt.quantization.full_bytes import float8_problem, match_comfy, match_full_bytes
 from xckpt.quantization.model import FLOATS, LayoutError, Model, short_name
-from xckpt.quantization.small_floats import match_gpt_oss, match_modelopt
+from xckpt.quantization.small_floats import (
+    match_bitsandbytes,
+    match_gpt_oss,
+    match_modelopt,
+    names_with_state,
+)
+from xckpt.quantization.words import (
+    awq_problem,
+    gptq_problem,
+    match_mlx,
+    match_qweight,
+    mlx_problem,
+)
 from xckpt.structure import PARAMETERS, Role, structure_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from xckpt.index import Index
-    from xckpt.quantization.config import Declaration
-    from xckpt.quantization.model import Weight
+    from xckpt.quantization.model import Declaration, Weight
     from xckpt.structure import Structure
 
     # Weights that are left as stored: by the rule that they break, the names and errors.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from xckpt.quantization.config import is_match
 from xckpt.quantization.model import (
     FLOATS,
     LayoutError,
@@ -18,6 +17,7 @@ from xckpt.quantization.model import (
     check_bits,
     check_grid,
     check_group,
+    is_match,
     is_size,
     make_quantization,
     short_name,

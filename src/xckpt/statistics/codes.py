@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
-    from xckpt.statistics.group_sums import Groups
+    from xckpt.statistics.definitions import Groups
     from xckpt.typing import Array
 
 #: The statistics, of a tensor that has codes.

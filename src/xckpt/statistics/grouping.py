@@ -1,7 +1,7 @@
 """`by`: results of several tensors merged into results by layer, role, or numbered module.
 
-The statistics of a group are those of all its elements together. `group_sums` has the sums from
-which they follow; `definitions` states how statistics merge, `comparison.merging` how measures do.
+The statistics of a group are those of all its elements together. `definitions` has the sums from
+which they follow and states how statistics merge, `comparison.merging` how measures do.
 Quantiles follow from the counts of bit patterns that `stats` cached.
 """
 
@@ -23,9 +23,8 @@ from xckpt.labels.filters import suggest_word
 from xckpt.notebook.folding import ascending
 from xckpt.scan.scanning import load_cached
 from xckpt.statistics.counts import Sketch
-from xckpt.statistics.definitions import STATISTICS
+from xckpt.statistics.definitions import STATISTICS, Groups
 from xckpt.statistics.describe import Spectrum, ranks_of, replace_ends, spectrum
-from xckpt.statistics.group_sums import Groups
 from xckpt.statistics.singular import MERGES as MERGES_OF_SPECTRA
 from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.tables import named_tensors, tensor_rows

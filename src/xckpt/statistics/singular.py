@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from xckpt.arrays.kinds import Kind
-    from xckpt.statistics.group_sums import Groups
+    from xckpt.statistics.definitions import Groups
     from xckpt.typing import Array
 
 #: Statistics of a matrix, in order.

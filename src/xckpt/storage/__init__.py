@@ -3,7 +3,8 @@
 `Location` classifies an address once, and opens it as a `Source`; `new_file` begins a `Sink`, whose
 file appears under its name when it is complete. The room may import `errors`, `interrupts` and the
 modules next to them; it knows nothing of tensors. Read `location` and `source` first: `local` and
-`objects` implement sources. `sink` writes files of this machine, `uploads` those of others.
+`objects` implement sources, and `remote` those of fsspec. `sink` writes files of this machine,
+`uploads` those of others.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Location:
 
             return HubSource(self.path, self.options)
         if self.kind == "url":
-            from xckpt.storage.filesystems import FsspecSource
+            from xckpt.storage.remote import FsspecSource
 
             return FsspecSource(self.path, self.options)
         if self.kind == "object":
@@ -266,7 +266,7 @@ def _expand_url(pattern: str, options: Mapping[str, Any] | None) -> list[str]:
 
         matches = glob_hub(link.url, link.options)
     else:
-        from xckpt.storage.filesystems import file_system
+        from xckpt.storage.objects import file_system
 
         fs, path = file_system(link.url + link.after, link.options)
         matches = [_with_scheme(match, link.url) for match in fs.glob(path)]
@@ -277,7 +277,7 @@ def _entries_of_url(
     url: str, options: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, bool]] | None:
     """Return the URL of a folder, and whether each of its entries is a file; None for a file."""
-    from xckpt.storage.filesystems import file_system
+    from xckpt.storage.objects import file_system
 
     link = _link(url, options)
     fs, path = file_system(link.url.rstrip("/") + link.after, link.options)

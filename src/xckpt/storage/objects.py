@@ -24,7 +24,14 @@ from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, sh
 from xckpt.interrupts import deliver, is_pending
 from xckpt.storage.cache import FIRST_NBYTES
 from xckpt.storage.limits import MORE_FILES, Locks, Pool
-from xckpt.storage.remote import RemoteSource, changed, identified, is_of_one_opening, unsupported
+from xckpt.storage.remote import (
+    RemoteSource,
+    changed,
+    file_system_of,
+    identified,
+    is_of_one_opening,
+    unsupported,
+)
 from xckpt.storage.requests import (
     TransientError,
     called_within,
@@ -495,6 +502,13 @@ class Bucket:
             if isinstance(self._url, Address):  # which the text of the error has
                 raise problem from None
             raise problem from error
+
+
+def file_system(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it."""
+    if store_kind(url) is not None:
+        return Bucket(url, storage_options), real(url).partition("://")[2]
+    return file_system_of(real(url), split_options(storage_options)[0])
 
 
 class _Upload:

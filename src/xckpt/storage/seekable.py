@@ -17,18 +17,21 @@ bytes              table
 
 All integers are little-endian. A frame has at most 16 MiB of decoded bytes, and all but the last
 have equally many.
+
+`encoder` compresses new parts in any encoding, by its name.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from struct import pack, unpack, unpack_from
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from xckpt.errors import FormatError
+from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.storage.encodings import ZstdDecoder, allocate, malformed
 
 if TYPE_CHECKING:
@@ -172,7 +175,7 @@ class SeekableEncoder:
         self._sizes: list[tuple[int, int]] = []
 
     def add(self, data: Any) -> bytes:
-        """Compress more bytes; see `xckpt.storage.encoders.Encoder`."""
+        """Compress more bytes; see `xckpt.storage.seekable.Encoder`."""
         view, size = memoryview(data).cast("B"), self._FRAME_NBYTES
         if self._pending:
             view = memoryview(self._pending + bytes(view))
@@ -181,7 +184,7 @@ class SeekableEncoder:
         return self._compress([view[start : start + size] for start in range(0, end, size)])
 
     def end(self) -> bytes:
-        """Finish the stream with its table; see `xckpt.storage.encoders.Encoder`."""
+        """Finish the stream with its table; see `xckpt.storage.seekable.Encoder`."""
         last = self._compress([memoryview(self._pending)] if self._pending else [])
         entries = np.array(self._sizes, "<u4").tobytes()
         head = pack("<II", _TABLE_MAGIC, len(entries) + _FOOTER_NBYTES)
@@ -197,3 +200,44 @@ class SeekableEncoder:
         frames = _map(compress, blocks, self._threads)
         self._sizes += [(len(f), len(b)) for f, b in zip(frames, blocks, strict=True)]
         return b"".join(frames)
+
+
+DEFAULT_LEVEL = 3
+
+
+class Encoder(Protocol):
+    """Compressor for one part."""
+
+    def add(self, data: Any) -> bytes:
+        """Compress more bytes, and return the bytes of the stream that are ready."""
+
+    def end(self) -> bytes:
+        """Finish the stream, and return its remaining bytes."""
+
+
+def new_encoder(
+    encoding: str, nbytes: int, *, level: int = DEFAULT_LEVEL, threads: int = 1
+) -> Encoder:
+    """Return an encoder for a part of `nbytes` bytes."""
+    if encoding == "zstd":
+        import zstandard
+
+        # Worker threads cost memory and time to start, and change the compressed bytes.
+        compressor = zstandard.ZstdCompressor(level=level, threads=threads if threads > 1 else 0)
+        # One frame with its content size, because many readers require it.
+        return _StreamEncoder(compressor.compressobj(size=nbytes))
+    if encoding == "deflate":
+        return _StreamEncoder(zlib.compressobj(min(level, 9), wbits=-zlib.MAX_WBITS))
+    if encoding == "zstd-seekable":
+        return SeekableEncoder(level, threads)
+    raise UnsupportedError(
+        f"the compression {shown(encoding)} is unsupported",
+        rule="Encoding",
+        hint="Supported are zstd, zstd-seekable and deflate",
+    )
+
+
+class _StreamEncoder:
+    def __init__(self, compressor: Any) -> None:
+        self.add: Callable[[Any], bytes] = compressor.compress
+        self.end: Callable[[], bytes] = compressor.flush

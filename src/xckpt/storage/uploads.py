@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from xckpt.addresses import hiding
 from xckpt.errors import UnsupportedError
 from xckpt.interrupts import forget, uninterrupted
-from xckpt.storage.filesystems import as_os_error, file_system
+from xckpt.storage.objects import file_system
 from xckpt.storage.partial import Place
+from xckpt.storage.remote import as_os_error
 from xckpt.storage.requests import TransientError
 from xckpt.storage.sink import Sink, file_exists
 

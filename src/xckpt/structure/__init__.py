@@ -7,7 +7,7 @@ Index, or a `Structure` of tensors from elsewhere. The room imports `index` and 
 
 from __future__ import annotations
 
-from xckpt.structure.channels import Channels
+from xckpt.structure.axes import Channels
 from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Evidence, Role, TensorInfo
 from xckpt.structure.model import Structure, structure_of
 

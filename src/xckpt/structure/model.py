@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.index import paused_collector
 from xckpt.structure import conventions
-from xckpt.structure.axes import axes_by_facts, axes_in_modules
-from xckpt.structure.channels import (
+from xckpt.structure.axes import (
     Channels,
+    axes_by_facts,
+    axes_in_modules,
     channels_by_axes,
     channels_by_name,
     channels_of_family,
 )
 from xckpt.structure.declared import Conclusion, describe_facts, facts_of
 from xckpt.structure.facts import ModelFacts, model_facts
-from xckpt.structure.forms import Form, forms_of_groups
+from xckpt.structure.forms import Form, RepeatedModules, forms_of_groups
 from xckpt.structure.info import OF_TRAINING, Described, Evidence, Role, TensorInfo
-from xckpt.structure.modules import RepeatedModules
 from xckpt.structure.numbering import (
     ParsedName,
     drop_indices,

@@ -13,8 +13,13 @@ import pytest
 
 pytest.register_assert_rewrite("xckpt.testing.samples", "xckpt.testing.suites")
 
-from xckpt.testing.samples import Bad, Expected, Samples, Want  # noqa: E402  after the line above
-from xckpt.testing.sources import CountingSource  # noqa: E402
+from xckpt.testing.samples import (  # noqa: E402  after the line above
+    Bad,
+    CountingSource,
+    Expected,
+    Samples,
+    Want,
+)
 from xckpt.testing.suites import BadFiles, Damage, Facts, GoodFiles, Opening, Suite  # noqa: E402
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import warnings
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import numpy as np
 import xarray as xr
 
 from xckpt import CheckpointError, CheckpointWarning, PayloadMissingError, formats, save
-from xckpt.testing.sources import CountingSource
+from xckpt.storage import Source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -254,3 +255,37 @@ def assert_told(error: CheckpointError, size: int, *, offset: bool = False) -> N
     assert error.rule is not None or isinstance(error, PayloadMissingError)
     assert error.offset is None or 0 <= error.offset <= size
     str(error).encode()
+
+
+# --- files in memory ------------------------------------------------------------------------------
+
+_serial = itertools.count()
+
+
+class CountingSource(Source):
+    """Bytes in memory that count what is read of them."""
+
+    def __init__(self, data: bytes, name: str = "memory") -> None:
+        self.data = data
+        self.name = name
+        self.size = len(data)
+        self.identity = next(_serial)
+        self.reads: list[tuple[int, int]] = []
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes read so far."""
+        return sum(nbytes for _, nbytes in self.reads)
+
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
+        """Read and count."""
+        nbytes = len(memory) // len(offsets)
+        for number, offset in enumerate(offsets):
+            self.check_range(offset, nbytes)
+            self.reads.append((offset, nbytes))
+            data = memoryview(self.data)[offset : offset + nbytes]
+            memory[number * nbytes : (number + 1) * nbytes] = data
+
+    def sibling(self, name: str) -> Source:
+        """There is no folder."""
+        raise FileNotFoundError(name)

@@ -29,8 +29,15 @@ from xckpt.index import Index, Tensor
 from xckpt.opening import read_index
 from xckpt.structure import structure_of
 from xckpt.structure.declared import FACTS
-from xckpt.testing.samples import LARGE, Samples, assert_same, assert_told, computed, outcome
-from xckpt.testing.sources import CountingSource
+from xckpt.testing.samples import (
+    LARGE,
+    CountingSource,
+    Samples,
+    assert_same,
+    assert_told,
+    computed,
+    outcome,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -22,7 +22,7 @@ from xckpt.errors import CheckpointError, some
 from xckpt.formatting import counted
 from xckpt.opening import open_index
 from xckpt.opening.names import part_of
-from xckpt.quantization.config import parse_json
+from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path, new_file
 from xckpt.structure.config_fit import fit_config
 from xckpt.structure.info import Described

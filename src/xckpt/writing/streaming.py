@@ -20,8 +20,8 @@ from xckpt.errors import IntegrityError, locating
 from xckpt.formats.plan import PlannedPart, Written
 from xckpt.storage import reading_ahead
 from xckpt.storage.digests import Hasher
-from xckpt.storage.encoders import DEFAULT_LEVEL, new_encoder
 from xckpt.storage.local import LocalSource
+from xckpt.storage.seekable import DEFAULT_LEVEL, new_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

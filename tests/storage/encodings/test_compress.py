@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.storage import encodings
-from xckpt.storage.encoders import new_encoder
-from xckpt.storage.seekable import read_frames, read_seek_table
+from xckpt.storage.seekable import new_encoder, read_frames, read_seek_table
 
 MiB = 1 << 20
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xckpt.errors import FormatError
-from xckpt.storage.encoders import new_encoder
 from xckpt.storage.encodings import STREAMS
+from xckpt.storage.seekable import new_encoder
 
 decompress = STREAMS["deflate"].decompress
 decompress_range = STREAMS["deflate"].decompress_range
