@@ -295,7 +295,7 @@ def test_commands_report_tensors_that_do_not_fit(
     def ended(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("xckpt.cli.common.FileInput.index", ended)
+    monkeypatch.setattr("xckpt.opening.open_index", ended)
     assert main(["info", str(path)]) == 2
     assert capsys.readouterr().err == "xckpt: out of memory\n"
 
