@@ -60,7 +60,12 @@ window.ready = true;
 
 @contextmanager
 def explorer_page(
-    browser: Browser, rows: Sequence[Row], *, style: str = "", **options: Any
+    browser: Browser,
+    rows: Sequence[Row],
+    *,
+    style: str = "",
+    errors: Sequence[str] = (),
+    **options: Any,
 ) -> Iterator[tuple[Page, list[str]]]:
     """Show the explorer of some tensors.
 
@@ -72,6 +77,8 @@ def explorer_page(
         The tensors.
     style : str
         More style of the page.
+    errors : sequence of str
+        About the file.
     **options
         Of the page.
 
@@ -91,7 +98,7 @@ def explorer_page(
         "harness.js": (_HARNESS, "text/javascript"),
         "explorer.js": ((_SOURCE / "explorer.js").read_text("utf-8"), "text/javascript"),
         "explorer.css": ((_SOURCE / "explorer.css").read_text("utf-8"), "text/css"),
-        "state.json": (_state(rows), "application/json"),
+        "state.json": (_state(rows, errors), "application/json"),
     }
     with guarded_page(browser, [_ADDRESS], **options) as (page, complaints):
 
@@ -105,10 +112,10 @@ def explorer_page(
         yield page, complaints
 
 
-def _state(rows: Sequence[Row]) -> str:
+def _state(rows: Sequence[Row], errors: Sequence[str]) -> str:
     from xckpt.notebook.explorer import _Table
 
-    state = _Table(rows, STATISTICS).get_state()
+    state = _Table(rows, STATISTICS, errors).get_state()
     packed = {k: base64.b64encode(v).decode() for k, v in state.items() if isinstance(v, bytes)}
     plain = {k: v for k, v in state.items() if isinstance(v, str | int | float | list)}
     return json.dumps({"bytes": packed, "plain": plain})

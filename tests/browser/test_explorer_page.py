@@ -513,6 +513,27 @@ def test_missing_statistics_of_all_matches_are_requested(page: Page) -> None:
     assert page.get_by_role("button", name="Statistics are complete").is_disabled()
 
 
+def test_work_shows_its_figures_and_can_be_cancelled(page: Page) -> None:
+    cancel = page.get_by_role("button", name="Cancel")
+    assert cancel.is_hidden()
+    page.evaluate("model.set('_busy', true)")
+    page.evaluate("model.set('_figures', '1 of 2 tensors, 8 B of 16 B')")
+    assert page.get_by_text("1 of 2 tensors, 8 B of 16 B").is_visible()
+    cancel.click()
+    assert page.evaluate("model.sent.at(-1)[0]") == {"ask": "cancel"}
+    page.evaluate("model.set('_busy', false)")
+    assert cancel.is_hidden()
+    assert page.get_by_text("1 of 2 tensors").is_hidden()
+
+
+def test_errors_about_the_file_are_shown_as_text(browser: Browser) -> None:
+    errors = ["loading it runs posix.system", "<img src=x onerror=alert(1)>"]
+    with explorer_page(browser, ROWS, errors=errors) as (page, complaints):
+        for error in errors:
+            assert page.get_by_text(error, exact=True).is_visible()
+    assert complaints == []
+
+
 def test_a_closed_view_removes_its_listeners(page: Page) -> None:
     page.evaluate("close_()")
     assert page.evaluate("Object.values(model.listeners).flat().length") == 0

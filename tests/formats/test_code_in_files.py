@@ -560,7 +560,7 @@ class TestWhereItIsShown:
             lambda path: " ".join(xckpt.findings(path)["explanation"]),
             lambda path: " ".join(xckpt.open(path).ckpt.findings()["explanation"]),
             lambda path: " ".join(xckpt.findings(xckpt.stats(path))["explanation"]),
-            lambda path: xckpt.open(path).ckpt.explore().children[0].value,
+            lambda path: str(xckpt.open(path).ckpt.explore().get_state()["_errors"]),
         ],
         ids=["verify", "index", "ds", "summary", "html", "path", "Dataset", "stats", "explorer"],
     )

@@ -14,8 +14,7 @@ class View:
     """The state and the messages that a view of an explorer has received."""
 
     def __init__(self, explorer: Any) -> None:
-        self.explorer = explorer
-        self.table, self.progress = explorer.children
+        self.explorer = self.table = explorer
         self.told: list[tuple[dict[str, Any], list[Any]]] = []
         self.table.send = lambda message, buffers: self.told.append((message, buffers))
         self.threads = set(enumerate_threads())  # other ones compute

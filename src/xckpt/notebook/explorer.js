@@ -838,7 +838,10 @@ class Explorer {
     this.detail = new Detail(this.tensors, model);
     const { columns, box } = this.list;
     this.alert = element("p", "alert xckpt-failure", { role: "alert", hidden: true });
-    this.box.append(this.toolbar(), this.alert, columns, box, this.footer(), this.detail.box);
+    const errors = model.get("_errors").map((textContent) =>
+      element("p", "alert xckpt-failure", { textContent }));
+    const footer = this.footer();
+    this.box.append(this.toolbar(), ...errors, this.alert, columns, box, footer, this.detail.box);
     this.timer = 0;
     this.refresh();
     this.detail.show(-1);
@@ -898,7 +901,11 @@ class Explorer {
       this.asked = rows;
       this.model.send({ ask: "compute" }, undefined, [rows.buffer]);
     });
-    bar.append(this.status, this.done, this.compute);
+    this.figures = element("span", "work", { hidden: true });
+    this.cancel = element("button", "button", { type: "button", textContent: "Cancel" });
+    this.cancel.hidden = true;
+    this.cancel.addEventListener("click", () => this.model.send({ ask: "cancel" }));
+    bar.append(this.status, this.done, this.figures, this.cancel, this.compute);
     return bar;
   }
 
@@ -988,6 +995,8 @@ class Explorer {
     this.done.hidden = !busy || !this.asked.length;
     this.done.max = Math.max(1, this.asked.length);
     this.done.value = done;
+    this.figures.textContent = this.model.get("_figures");
+    this.figures.hidden = this.cancel.hidden = !busy;
     if (busy) this.compute.textContent = "Computing…";
     else if (missing) this.compute.textContent = `Compute all${which}`;
     else this.compute.textContent = "Statistics are complete";
@@ -1098,6 +1107,7 @@ function render({ model, el }) {
     "change:_row": () => explorer.selected(),
     "change:_code": () => explorer.detail.draw(),
     "change:_busy": () => explorer.showWork(),
+    "change:_figures": () => explorer.showWork(),
   };
   for (const [event, listener] of Object.entries(heard)) model.on(event, listener);
   el.append(explorer.box);

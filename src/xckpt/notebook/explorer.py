@@ -25,13 +25,11 @@ from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anywidget
-import ipywidgets
 import numpy as np
 import traitlets
 
 from xckpt.errors import shown
 from xckpt.formatting import UNKNOWN, binary_size, printable, shape_text, shortened, word
-from xckpt.notebook.documents import Sentence
 from xckpt.notebook.folding import CODES
 from xckpt.notebook.html import colors_of
 from xckpt.notebook.shown import View
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from xckpt.notebook.documents import Block
     from xckpt.notebook.summary import KnownResults, Summary
     from xckpt.tensor_rows import Row
 
@@ -80,8 +77,12 @@ class _Table(anywidget.AnyWidget):
     _row = traitlets.Int(-1).tag(sync=True)
     _code = traitlets.Unicode().tag(sync=True)
     _busy = traitlets.Bool(default_value=False).tag(sync=True)
+    _figures = traitlets.Unicode().tag(sync=True)  # of the progress
+    _errors = traitlets.List(traitlets.Unicode()).tag(sync=True)  # about the file
 
-    def __init__(self, rows: Sequence[Row], statistics: Sequence[str]) -> None:
+    def __init__(
+        self, rows: Sequence[Row], statistics: Sequence[str], errors: Sequence[str]
+    ) -> None:
         names = [row.name for row in rows]
         # JavaScript counts the units of UTF-16.
         units = [
@@ -107,6 +108,7 @@ class _Table(anywidget.AnyWidget):
             _nbytes=nbytes.tobytes(),
             _codes=bytes([CODES in row.storage.split() for row in rows]),
             _statistics=list(statistics),
+            _errors=list(errors),
         )
 
 
@@ -176,13 +178,7 @@ class Background:
                 self._failed(error)
 
 
-def _messages(summary: Summary) -> list[ipywidgets.HTML]:
-    """Return the errors about the file, such as code that it runs elsewhere."""
-    blocks: list[Block] = [Sentence("error", text) for text in summary.errors]
-    return [ipywidgets.HTML(View(blocks)._repr_html_())] if blocks else []
-
-
-class Explorer(ipywidgets.VBox):
+class Explorer(_Table):
     """A widget to search, sort and examine tensors.
 
     If widgets cannot run (GitHub, nbviewer, a saved notebook), the summary is shown instead.
@@ -230,33 +226,32 @@ class Explorer(ipywidgets.VBox):
         code: Callable[[str], str],
         computed: KnownResults | None = None,
     ) -> None:
-        self._names = [row.name for row in rows]
-        self._row_of = {name: at for at, name in enumerate(self._names)}
-        self._nbytes = [row.nbytes for row in rows]
-        self._codes = [CODES in row.storage.split() for row in rows]
+        self._tensor_names = [row.name for row in rows]
+        self._row_of = {name: at for at, name in enumerate(self._tensor_names)}
+        self._tensor_nbytes = [row.nbytes for row in rows]
+        self._has_codes = [CODES in row.storage.split() for row in rows]
         self._shown = View(summary_blocks(summary))
         self._compute = compute
         self._histogram = histogram
-        self._code = code
+        self._expression = code
         self._columns = {name: at for at, name in enumerate(statistics)}
         self._known: dict[int, NDArray[np.float64]] = {}
         self._found: list[_RowFinding] = []
         self._failed: dict[int, str] = {}
         self._one = Background(self._stopped)
         self._many = Background(self._stopped)
-        self._table = _Table(rows, statistics)
-        self._progress = _ProgressBar(self._many.cancel)
-        super().__init__(children=[*_messages(summary), self._table, self._progress])
+        self._progress = _Progress(self)
+        super().__init__(rows, statistics, [printable(text) for text in summary.errors])
         if computed is not None:
             self._keep(computed)
-        self._table.on_msg(self._hear)
-        self._table.observe(self._picked, "_row")
+        self.on_msg(self._hear)
+        self.observe(self._picked, "_row")
 
     def __repr__(self) -> str:
         return repr(self._shown)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        bundle: dict[str, Any] = super()._repr_mimebundle_(**options)
+        bundle, *_ = super()._repr_mimebundle_(**options) or ({},)
         return bundle | {"text/plain": repr(self), "text/html": self._shown._repr_html_()}
 
     def close(self) -> None:
@@ -278,8 +273,8 @@ class Explorer(ipywidgets.VBox):
     def _chosen(self, change: Any) -> None:
         name = change["new"]
         row = -1 if name is None else self._row_of[name]
-        self._table._code = "" if name is None else self._code(name)  # noqa: SLF001
-        self._table._row = row  # noqa: SLF001
+        self._code = "" if name is None else self._expression(name)
+        self._row = row
         if name is None:
             self._one.cancel()
         else:
@@ -287,7 +282,7 @@ class Explorer(ipywidgets.VBox):
 
     def _picked(self, change: Any) -> None:
         row = change["new"]
-        self.selected = self._names[row] if 0 <= row < len(self._names) else None
+        self.selected = self._tensor_names[row] if 0 <= row < len(self._tensor_names) else None
 
     def _describe(self, row: int, check: Callable[..., None]) -> None:
         """Compute the statistics and the histogram of a tensor, and send them to the browser."""
@@ -305,7 +300,7 @@ class Explorer(ipywidgets.VBox):
             self._describe_rows([row], report)
         if row not in self._known:
             return
-        edges, counts = self._histogram(self._names[row], check)
+        edges, counts = self._histogram(self._tensor_names[row], check)
         arrays = [np.ascontiguousarray(array, "<f8") for array in (edges, counts)]
         self._post({"tell": "histogram", "row": row}, *arrays)
 
@@ -318,14 +313,18 @@ class Explorer(ipywidgets.VBox):
             self._post_results(list(self._known), self._found)
             for row, reason in self._failed.items():
                 self._post({"tell": "failed", "row": row, "reason": reason})
-        elif request == "compute" and not self._table._busy:  # noqa: SLF001
+        elif request == "cancel":
+            self._many.cancel()
+        elif request == "compute" and not self._busy:
             rows = np.frombuffer(buffers[0], "<u4").tolist()
-            missing = [row for row in rows if row < len(self._names) and row not in self._known]
-            self._table._busy = True  # noqa: SLF001
+            missing = [
+                row for row in rows if row < len(self._tensor_names) and row not in self._known
+            ]
+            self._busy = True
             self._many.start(lambda check: self._describe_all(missing, check))
 
     def _describe_all(self, rows: Sequence[int], check: Callable[..., None]) -> None:
-        self._progress.begin(len(rows), sum([self._nbytes[row] for row in rows]))
+        self._progress.begin(len(rows), sum([self._tensor_nbytes[row] for row in rows]))
         done = nbytes = 0
         try:
             for batch in self._batches(rows):
@@ -336,17 +335,17 @@ class Explorer(ipywidgets.VBox):
 
                 self._describe_rows(batch, report)
                 done += len(batch)
-                nbytes += sum([self._nbytes[row] for row in batch])
+                nbytes += sum([self._tensor_nbytes[row] for row in batch])
         finally:
             self._progress.end()
-            self._table._busy = False  # noqa: SLF001
+            self._busy = False
 
     def _batches(self, rows: Sequence[int]) -> Iterator[list[int]]:
         batch: list[int] = []
         nbytes = 0
         for row in rows:
             batch.append(row)
-            nbytes += self._nbytes[row]
+            nbytes += self._tensor_nbytes[row]
             if len(batch) == _BATCH_ROWS or nbytes >= _BATCH_NBYTES:
                 yield batch
                 batch, nbytes = [], 0
@@ -355,9 +354,9 @@ class Explorer(ipywidgets.VBox):
 
     def _describe_rows(self, rows: Sequence[int], report: Callable[[int, int], object]) -> None:
         """Compute statistics; after an error, bisect the rows to find the tensor that caused it."""
-        report(0, sum([self._nbytes[row] for row in rows]))
+        report(0, sum([self._tensor_nbytes[row] for row in rows]))
         try:
-            results = self._compute([self._names[row] for row in rows], report)
+            results = self._compute([self._tensor_names[row] for row in rows], report)
         except CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  shown next to the tensor
@@ -378,7 +377,7 @@ class Explorer(ipywidgets.VBox):
         rows = [self._row_of[name] for name in results.statistics if name in self._row_of]
         for row in rows:
             values = self._known[row] = np.full(len(self._columns), np.nan)
-            for name, value in results.statistics[self._names[row]].items():
+            for name, value in results.statistics[self._tensor_names[row]].items():
                 if name in self._columns:
                     values[self._columns[name]] = value
             self._failed.pop(row, None)
@@ -392,7 +391,7 @@ class Explorer(ipywidgets.VBox):
             )
             for finding in results.findings
             if finding.tensor in self._row_of
-            and not (finding.rule in _OF_WEIGHTS and self._codes[self._row_of[finding.tensor]])
+            and not (finding.rule in _OF_WEIGHTS and self._has_codes[self._row_of[finding.tensor]])
         ]
         self._found += findings
         return rows, findings
@@ -413,7 +412,7 @@ class Explorer(ipywidgets.VBox):
         self._post({"tell": "stopped", "reason": _reason(error)})
 
     def _post(self, message: dict[str, Any], *arrays: NDArray[Any]) -> None:
-        self._table.send(message, [array.tobytes() for array in arrays])
+        self.send(message, [array.tobytes() for array in arrays])
 
 
 def _reason(error: Exception) -> str:
@@ -422,35 +421,28 @@ def _reason(error: Exception) -> str:
     return shortened(printable(reason), _LONGEST_REASON)
 
 
-class _ProgressBar(ipywidgets.HBox):
-    """A progress bar with figures and a cancel button, hidden unless a computation runs."""
+class _Progress:
+    """The figures of a computation, which an explorer shows while it lasts."""
 
-    def __init__(self, cancel: Callable[[], object]) -> None:
-        self._bar = ipywidgets.FloatProgress(max=1.0, layout={"width": "240px"})
-        self._figures = ipywidgets.Label()
-        self._button = ipywidgets.Button(description="Cancel", layout={"width": "auto"})
-        self._button.on_click(lambda _: cancel())
+    def __init__(self, explorer: Explorer) -> None:
+        self._explorer = explorer
         self._rows = self._nbytes = 0
         self._last_report = 0.0
-        layout = {"display": "none", "align_items": "center", "flex_flow": "row wrap"}
-        super().__init__(children=[self._bar, self._figures, self._button], layout=layout)
 
     def begin(self, rows: int, nbytes: int) -> None:
-        """Show the bar at zero."""
+        """Show figures of zero."""
         self._rows, self._nbytes, self._last_report = rows, nbytes, 0.0
         self.report(0, 0)
-        self.layout.display = "flex"
 
     def report(self, rows: int, nbytes: int) -> None:
-        """Update the bar, but not more often than the browser can show."""
+        """Update the figures, but not more often than the browser can show."""
         now = time.monotonic()
         if now - self._last_report < _SECONDS_BETWEEN_REPORTS:
             return
         self._last_report = now
-        self._bar.value = min(1.0, nbytes / self._nbytes) if self._nbytes else 0.0
         sizes = f"{binary_size(nbytes)} of {binary_size(self._nbytes)}"
-        self._figures.value = f"{rows:,} of {self._rows:,} tensors, {sizes}"
+        self._explorer._figures = f"{rows:,} of {self._rows:,} tensors, {sizes}"  # noqa: SLF001
 
     def end(self) -> None:
-        """Hide the bar."""
-        self.layout.display = "none"
+        """Hide the figures."""
+        self._explorer._figures = ""  # noqa: SLF001
