@@ -342,7 +342,7 @@ def test_closing_stops_everything(opened: Opened) -> None:
 
 
 def test_without_widgets_the_summary_is_shown(opened: Opened) -> None:
-    bundle = opened.explorer._repr_mimebundle_()
+    bundle, _ = opened.explorer._repr_mimebundle_()
     assert set(bundle) == {
         "text/plain",
         "text/html",

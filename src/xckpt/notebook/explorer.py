@@ -250,9 +250,10 @@ class Explorer(_Table):
     def __repr__(self) -> str:
         return repr(self._shown)
 
-    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        bundle, *_ = super()._repr_mimebundle_(**options) or ({},)
-        return bundle | {"text/plain": repr(self), "text/html": self._shown._repr_html_()}
+    def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        bundle, metadata = super()._repr_mimebundle_(**options) or ({}, {})
+        summary = {"text/plain": repr(self), "text/html": self._shown._repr_html_()}
+        return bundle | summary, metadata
 
     def close(self) -> None:
         """Stop computing, and remove the widget."""
