@@ -47,6 +47,9 @@ LIMITS = {
     " formats.pickles.machine._LONGEST_LINE",
     "PyTorch: bytes of an array": "formats.pickles.records._LARGEST_ARRAY"
     " formats.torch.tensors._MOST_INLINE",
+    "code in archives": "formats.pickles.scanning._DEEPEST formats.pickles.scanning._LARGEST_INNER"
+    " formats.pickles.scanning._MOST_PICKLES",
+    "code in a chat": "formats.gguf.templates._LONGEST",
     "deflated members": "formats.archive._MOST_INFLATED",
     "a frame of a seekable": "storage.seekable._LARGEST_FRAME",
     "`*.index.json`": "opening.reading._LARGEST_INDEX opening.reading._LARGEST_CONFIG",

@@ -272,15 +272,6 @@ class TestPickles:
         findings = [(f.severity, f.rule) for f in xckpt.verify(path).findings]
         assert ("warning", "imports") in findings
 
-    def test_the_same_state_for_many_objects_takes_linear_time(self) -> None:
-        state = files.mapping({f"k{n}": b"N" for n in range(2000)}) + b"q\0" + b"0"
-        built = (instance(NAMESPACE) + b"h\0b0") * 100_000
-        source = xckpt.formats.kit.Memory("m", files.archive(state + built + b"N"))
-        assert xckpt.formats.get("torch").read(source).executes == ()
-
-
-EVIL_ARRAY = np.array([None], dtype=object)
-
 
 def npy(value: bytes, descr: str = "|O") -> bytes:
     head = repr({"descr": descr, "fortran_order": False, "shape": (1,)}).encode() + b"\n"

@@ -24,6 +24,8 @@ from typing import Any
 from xckpt.formats.pickles.records import Call, Global, Persistent, renamed
 
 _MOST, _LONGEST = 100, 100  # names, and characters of each part
+# Accepted functions have fewer arguments that they call. Many calls can share a tuple.
+_MOST_ARGS = 16
 
 # --- names ----------------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class CodeUses:
             self.computed("a class made by builtins.type")
         elif args:
             self._runs[function] = None
-        for arg in args:
+        for arg in args[:_MOST_ARGS]:
             if type(arg) is Global:
                 self._runs[arg] = None
 
