@@ -40,10 +40,10 @@ _LONGEST, _LONGEST_SHOWN, _MOST = 1 << 20, 60, 10
 
 def template_code(template: str) -> list[str]:
     """Return expressions that run code or read files, at most ten."""
-    found = dict.fromkeys(_suspects(template[:_LONGEST]))
+    expressions = dict.fromkeys(_suspects(template[:_LONGEST]))
     if len(template) > _LONGEST:
-        found[f"{len(template)} characters, more than {_LONGEST}"] = None
-    return [text[:_LONGEST_SHOWN] for text in found][:_MOST]
+        expressions[f"{len(template)} characters, more than {_LONGEST}"] = None
+    return [text[:_LONGEST_SHOWN] for text in expressions][:_MOST]
 
 
 def _suspects(template: str) -> Iterator[str]:

@@ -214,11 +214,11 @@ class CodeUses:
         return [_spelled(name) for name in names if not is_accepted(renamed(name))][:_MOST]
 
     def _is_run(self, name: Global) -> bool:
-        known = renamed(name)
-        if is_accepted(known):
+        newest = renamed(name)
+        if is_accepted(newest):
             return False
         # A name with a dot is a method, such as Path.unlink.
-        return is_own(known.module) or "." in known.name or name in self._runs
+        return is_own(newest.module) or "." in newest.name or name in self._runs
 
 
 def _spelled(name: Global) -> str:
