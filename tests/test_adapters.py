@@ -348,7 +348,7 @@ class TestMerges:
 
     def test_another_scale_is_a_change_and_is_described(self, tmp_path: Path) -> None:
         row = Merge(tmp_path).lora(Q, scale=1).row(Q)
-        assert (row["cause"], row["outcome"], row["verified"]) == ("changed", "changed", 0)
+        assert (row["cause"], row["outcome"], row["verified"]) == ("unknown", "changed", 0)
         assert row["explanation"].endswith("1 * B @ A fits best")
 
     def test_a_tensor_that_was_not_merged_is_a_change(self, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ class TestComparison:
         changed = model.assign({norm: model[norm] + 1}).rename({"lm_head.weight": "output"})
         text = report(model, changed, suffix=".md", names="auto", explain=explain)
         assert ("## Causes" in text) == explain
-        row = f"| `{norm}` | changed | {'changed | offset | b is a + 1 | ' if explain else ''}"
+        row = f"| `{norm}` | changed | {'offset | b is a + 1 | ' if explain else ''}"
         assert row in re.sub(r"` \| `.*?` \| ", "` | ", text)
 
     def test_report_on_equal_checkpoints(

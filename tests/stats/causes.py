@@ -11,7 +11,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Causes of changed tensors: they describe a difference, and explain nothing.
 DESCRIBING = frozenset(
-    ["offset", "scaled", "rows_permuted", "cut", "pruned", "low_rank", "changed"]
+    ["offset", "scaled", "rows_permuted", "cut", "pruned", "low_rank", "unknown"]
 )
 BF16 = ml_dtypes.bfloat16
 ROUNDED = {"bfloat16": BF16, "float16": np.float16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
@@ -151,12 +151,12 @@ def made(rows: int, columns: int, seed: int) -> Made:  # noqa: C901, PLR0915  a 
     add("quantised.8", x, quantized(x, levels=255, block=64, symmetric=True), "quantised")
     add("quantised.f16", x, coarse.astype(np.float16), "quantised")
     add("quantised.back", coarse, x, "quantised")
-    add("changed", x, new(), "changed")
-    add("changed.bf16", x, bf(new()), "changed")
-    add("changed.tuned", x, x + f32(0.01) * new(), "changed")
-    add("changed.norm", 1 + f32(0.1) * x[0], 1 + f32(0.1) * x[1], "changed")
-    add("changed.one", x[0, :1].copy(), x[1, :1].copy(), "changed")
-    add("changed.shape", new(3, 5), new(7, 11), "changed")
+    add("changed", x, new(), "unknown")
+    add("changed.bf16", x, bf(new()), "unknown")
+    add("changed.tuned", x, x + f32(0.01) * new(), "unknown")
+    add("changed.norm", 1 + f32(0.1) * x[0], 1 + f32(0.1) * x[1], "unknown")
+    add("changed.one", x[0, :1].copy(), x[1, :1].copy(), "unknown")
+    add("changed.shape", new(3, 5), new(7, 11), "unknown")
     add("only_a", new(rows + 1, 3), None, "only_a")
     add("only_b", None, new(rows + 2, 3), "only_b")
 

@@ -198,7 +198,7 @@ def compare(
         ``cause``             one of ``equal, renamed, tied, transposed, rope_permuted, fused,
                               split, padded, merged, rounded, quantised, offset, scaled``, which
                               explain (the last two where the architecture is known for it),
-                              ``misplaced, rows_permuted, cut, pruned, low_rank, changed``, which
+                              ``misplaced, rows_permuted, cut, pruned, low_rank, unknown``, which
                               do not, and ``only_a, only_b, unreadable``; or several joined by ``+``
         ``explanation``       a sentence with numbers
         ``verified``          whether the tensor is explained

@@ -121,7 +121,7 @@ class Merges:
                 problem = f"the adapter changes it in several ways ({', '.join(sorted(kinds))})"
             if problem:
                 text = f"the adapter changes it, which cannot be verified: {problem}"
-                explanations[number] = Explanation(("changed",), text, holds=False)
+                explanations[number] = Explanation(("unknown",), text, holds=False)
             else:
                 tasks.append(_Merge(number, parts, *readers, self.tensors, is_mixed))
         bar.expect(sum([task.ours.nbytes + task.theirs.nbytes for task in tasks]))
@@ -251,7 +251,7 @@ class _Merge:
         with locating(tensor=self.ours.name), np.errstate(all="ignore"):
             if self.theirs.kind.name not in FRACTION_BITS:
                 text = f"the adapter changes it; merges of {self.theirs.kind.name} are not verified"
-                return Explanation(("changed",), text, holds=False)
+                return Explanation(("unknown",), text, holds=False)
             changes = [self._change(part) for part in self.parts]
             if self.adapter.kind == "lora" and self.adapter.scale is None:
                 return self._verify_without_scale(changes)
@@ -286,7 +286,7 @@ class _Merge:
                 return replace(explanation, text=text)
         text = f"the adapter changes it, which cannot be verified: {note}"
         text += "; b is equal to a" if not products[0] else f", and no scale fits ({fitted:.4g})"
-        return Explanation(("changed",), text, holds=False, rank=self.adapter.rank)
+        return Explanation(("unknown",), text, holds=False, rank=self.adapter.rank)
 
     def _change(self, part: AdaptedRows) -> _Change:
         adapter = part.adapter
@@ -406,7 +406,7 @@ class _Merge:
             if remaining <= _FITTED**2:
                 factors = "B @ A" if adapter.kind == "lora" else "the update"
                 text += f"; {fitted * scale:.4g} * {factors} fits best"
-        return Explanation(("changed",), text, holds=False, rank=rank)
+        return Explanation(("unknown",), text, holds=False, rank=rank)
 
 
 def _inner_products(difference: Array, update: Array | float) -> Array:

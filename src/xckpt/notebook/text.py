@@ -95,7 +95,8 @@ class _Writer:
         if heading.noun or facts:
             self.indent = _INDENT
         if not heading.noun:
-            yield ": ".join(filter(None, (title, ", ".join(facts))))
+            line = ": ".join(filter(None, (title, ", ".join(facts))))
+            yield from wrapped(line, self.width, _MOST_LINES)
             return
         before = f"<{word(heading.noun)}{' ' if title else ''}"
         if heading.phrase:

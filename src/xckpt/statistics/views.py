@@ -175,7 +175,7 @@ def comparison_lines(frame: pd.DataFrame, most: int = MOST_LINES) -> list[Change
             elif outcome == "changed":
                 # Equal tensors have changed only if an adapter should have changed them.
                 kind = {"same": "not_merged", "not_finite": "not_finite"}.get(status, "changed")
-                text = "" if cause == "changed" else cause
+                text = "" if cause == "unknown" else cause
                 if status == "close":
                     kind, text = "explained", "close"
             compared.append(TensorChange(name, kind, size, text))

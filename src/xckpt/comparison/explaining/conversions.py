@@ -224,7 +224,7 @@ def _described(
             texts.append(unlike(failed[0][1]))
         elif failed:
             texts.append(f"different from {quoted([piece.part for piece, _ in failed])}")
-        causes = (cause, *fault, *extra, *changes, *(("changed",) if failed else ()))
+        causes = (cause, *fault, *extra, *changes, *(("unknown",) if failed else ()))
         is_known = all(e.is_known for e in held if {"offset", "scaled"} & set(e.causes))
         tensor = (parts if is_part else wholes)[name]
         explanations[tensor.number] = replace(

@@ -162,7 +162,7 @@ def _explanations(
         name, number = member.part.name, member.part.number
         if link.relation is None:
             different.append(name)
-            causes, text = (cause, "changed"), f"{head}; {unlike(link)}"
+            causes, text = (cause, "unknown"), f"{head}; {unlike(link)}"
             explanations[number] = Explanation(causes, text, holds=False, other_names=(whole.name,))
             continue
         explanation = related(work.places, link, link.relation, (*joint.steps, *member.steps))
@@ -188,7 +188,7 @@ def _explanations(
     heads = {part.heads for part in parts} - {None}
     is_known = all(part.is_known for part in parts if {"offset", "scaled"} & set(part.causes))
     explanations[whole.number] = Explanation(
-        (cause, *fault, *causes_of_parts, *(("changed",) if different else ())),
+        (cause, *fault, *causes_of_parts, *(("unknown",) if different else ())),
         text,
         holds=not different and not is_broken,
         is_known=is_known,

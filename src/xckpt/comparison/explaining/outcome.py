@@ -60,7 +60,7 @@ CAUSES = (
     *("renamed", "tied", "misplaced", "fused", "split", "reshaped", "transposed"),
     *("regrouped", "rope_permuted", "rows_permuted"),
     *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "merged", "quantised"),
-    *("rounded", "equal", "changed", "only_a", "only_b", "unreadable"),
+    *("rounded", "equal", "unknown", "only_a", "only_b", "unreadable"),
 )
 _ALWAYS = frozenset(EXPLANATION_COLUMNS[:4])
 # Causes that keep every number.
@@ -219,7 +219,7 @@ def related(
     """Explain a link by a relation that holds for all elements, after steps that moved them."""
     evidence = link.evidence
     if doubtful := doubt(link, relation):
-        return after(Explanation(("changed",), doubtful, holds=False), steps)
+        return after(Explanation(("unknown",), doubtful, holds=False), steps)
     zeros = 0.0 if evidence is None else evidence.zeros / max(evidence.count, 1)
     text = relation.words(zeros)
     if evidence is not None and isinstance(relation, Quantised):
@@ -276,7 +276,7 @@ def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
         facts += [f"{round(share * count):,} of {count:,} elements differ ({percent(share)})"]
         facts += [f"{name} {measures[name]:.4g}" for name in ("rel_l2", "cosine")]
         text = ", ".join(filter(None, facts))
-    return Explanation(("changed",), text, holds=False)
+    return Explanation(("unknown",), text, holds=False)
 
 
 def unreadable(problem: CheckpointError) -> Explanation:

@@ -442,7 +442,7 @@ def _changed(
         a, b, link, steps = entry
         explanation = low.get(n, changed(measures))
         if link.likely is not None:
-            explanation = Explanation(("changed",), unlike(link, steps), holds=False)
+            explanation = Explanation(("unknown",), unlike(link, steps), holds=False)
         explanations |= both(a, b, explanation)
     return explanations
 
@@ -493,7 +493,7 @@ def described(work: Work) -> Explanations:
     for n in unexplained:
         link, pair = work.in_place.get(n), work.cases[n].match.both
         if link is not None and link.likely is not None:
-            explanations[n] = Explanation(("changed",), unlike(link), holds=False)
+            explanations[n] = Explanation(("unknown",), unlike(link), holds=False)
         elif pair is not None and (link is None or link.correlation >= NEAR):
             near[n] = pair
     explanations |= low_ranks(near, work.bar)

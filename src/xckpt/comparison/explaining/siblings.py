@@ -150,7 +150,7 @@ def _suspects(members: Sequence[int], explanations: Mapping[int, Explanation]) -
 def _accused(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
     n, own = suspect.case, siblings.explanations[suspect.case]
     text = f"unlike its {suspect.siblings:,} siblings, it was {_contrast(own, suspect.usual)}"
-    unlike = {n: replace(own, text=text, holds=False, causes=("changed",))}
+    unlike = {n: replace(own, text=text, holds=False, causes=("unknown",))}
     for partner in siblings.partners(n):
         unlike[partner] = replace(unlike[n], other_names=(siblings.cases[n].match.name,))
     return unlike
