@@ -26,6 +26,7 @@ LACKING: dict[str, dict[str, str]] = {
     "xckpt.": {
         **dict.fromkeys(("append", "save"), "tensors= in find() or open() before"),
         "join_optimizer": OF_ALL,
+        "resize_adapter": OF_ALL,
         "read_index": "a header is read, and an Index is a mapping",
         "table": OF_RESULT,
     },
@@ -41,10 +42,10 @@ LACKING: dict[str, dict[str, str]] = {
     "xarray.open_dataset": {},
 }
 READING = {
-    "xckpt.": "append compare convert findings histogram manifest report save spectrum stats "
-    "verify",
+    "xckpt.": "append compare convert extract_adapter findings histogram manifest report save "
+    "spectrum stats verify",
     "ds.ckpt.": "compare findings histogram manifest report save spectrum stats",
-    "xckpt": "compare convert manifest report spectrum stats verify",
+    "xckpt": "compare convert extract manifest report spectrum stats verify",
 }
 CACHED = {"xckpt.": "compare findings histogram report spectrum stats"}
 CACHED |= {"ds.ckpt.": CACHED["xckpt."], "xckpt": "compare report spectrum stats verify"}

@@ -81,8 +81,6 @@ def extract_adapter(
     energy : float, optional
         Share of the squares of an update to keep, from 0 to 1, such as 0.99: a tensor gets the
         lowest rank that does so. By default each has `rank`.
-    overwrite : bool, default False
-        Replace an existing adapter.
 
     Returns
     -------
@@ -179,8 +177,6 @@ def resize_adapter(
         Highest rank.
     energy : float, optional
         Share of the squares of an update to keep, as for `extract_adapter`.
-    overwrite : bool, default False
-        Replace an existing adapter.
 
     Returns
     -------
