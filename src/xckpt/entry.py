@@ -58,7 +58,7 @@ _INSTEAD = {
 }
 
 
-@takes(OpenKeywords, of=OpenOptions, is_open=True)
+@takes(OpenKeywords, declared=OpenOptions, is_open=True)
 def open(  # noqa: A001  as gzip.open and others
     path: OpenPath | Mapping[str, Any],
     engine: str | None = None,

@@ -231,17 +231,19 @@ _ELSEWHERE = {
 
 
 def takes(
-    group: type | None = None, *, of: Any = None, is_open: bool = False, **elsewhere: str
+    group: type | None = None, *, declared: Any = None, is_open: bool = False, **elsewhere: str
 ) -> Callable[[F], F]:
     """Show the options of a group, which ``**options`` of a function has, one by one.
 
-    Without a group, or if it is open, other keywords of a function belong to another package. `of`
-    is a dataclass with the defaults and texts of the options, and `elsewhere` has the calls with
-    options that the function lacks, by option.
+    Without a group, or if it is open, other keywords of a function belong to another package.
+    `declared` is a dataclass with the defaults and texts of the options, and `elsewhere` has the
+    calls with options that the function lacks, by option.
     """
-    values = _DEFAULTS if of is None else {field.name: field.default for field in fields(of)}
+    values = (
+        _DEFAULTS if declared is None else {field.name: field.default for field in fields(declared)}
+    )
     options = {} if group is None else group.__annotations__
-    if of is not None:
+    if declared is not None:
         options = {name: options[name] for name in values if name in options}
 
     def decorate(function: F) -> F:
@@ -249,13 +251,13 @@ def takes(
         kinds = [(p, p.kind) for p in stated.parameters.values()]
         fixed = [p for p, kind in kinds if kind is not Parameter.VAR_KEYWORD]
         is_foreign = is_open or group is None
-        others = [p for p, kind in kinds if is_foreign and kind is Parameter.VAR_KEYWORD]
+        foreign = [p for p, kind in kinds if is_foreign and kind is Parameter.VAR_KEYWORD]
         defaults = {name: values.get(name) for name in options if name not in stated.parameters}
         added = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=options[name])
             for name, default in defaults.items()
         ]
-        shown_signature = stated.replace(parameters=[*fixed, *added, *others])
+        shown_signature = stated.replace(parameters=[*fixed, *added, *foreign])
         allowed = [
             p.name
             for p in shown_signature.parameters.values()
@@ -285,7 +287,7 @@ def takes(
                 is_known = keyword in calls or bool(option_meant(keyword, allowed))
                 name = keyword if is_known else option_meant(keyword, calls, exactly=True)
                 hint = calls.get(keyword, calls.get(name, "")).format(name=name, value=value)
-                is_ours = not (is_foreign and others) or option_meant(
+                is_ours = not (is_foreign and foreign) or option_meant(
                     keyword, allowed, exactly=True
                 )
                 if is_ours and not hint:
@@ -296,7 +298,7 @@ def takes(
             return function(*args, **(defaults | keywords))
 
         checked.__signature__ = shown_signature  # type: ignore[attr-defined]
-        texts = _TEXTS if of is None else of.__doc__
+        texts = _TEXTS if declared is None else declared.__doc__
         checked.__doc__ = described(function.__doc__ or "", shown_signature.parameters, texts)
         return checked  # type: ignore[return-value]
 

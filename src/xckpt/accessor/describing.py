@@ -144,13 +144,13 @@ def structure(
     """
     from xckpt.notebook.structures import evidence_table, structure_table
 
-    known = OpenTensors(obj).structure
+    every = OpenTensors(obj).structure
     if name is None:
         names = {row.name for row in selected(obj, tensors, **options).rows}
-        return structure_table(known).loc[lambda table: table.index.isin(names)]
-    if name not in known:
-        raise KeyError(no_tensor(name, list(known)))
-    return evidence_table(known[name])
+        return structure_table(every).loc[lambda table: table.index.isin(names)]
+    if name not in every:
+        raise KeyError(no_tensor(name, list(every)))
+    return evidence_table(every[name])
 
 
 def adapters(obj: Any) -> pd.DataFrame:

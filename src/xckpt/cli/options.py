@@ -27,10 +27,10 @@ _REPEATED = "May be repeated."
 
 
 def _option(*spelling: str, text: str = "", **settings: Any) -> Callable[..., Any]:
-    """Declare an option with the text of the option of functions, or with its own."""
-    own = text or text_of(spelling[0].strip("-").partition("/")[0].replace("-", "_"))
+    """Declare an option with the text of the option of functions, or with a text of its own."""
+    help_text = text or text_of(spelling[0].strip("-").partition("/")[0].replace("-", "_"))
     end = f" {_REPEATED}" if settings.get("multiple") else ""
-    return click.option(*spelling, help=own + end, **settings)
+    return click.option(*spelling, help=help_text + end, **settings)
 
 
 def _text_list(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Any:
@@ -145,7 +145,7 @@ class _Command(click.Command):
     elsewhere: dict[str, str]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = list(args)
+        arguments = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -162,7 +162,7 @@ class _Command(click.Command):
                 value = f" {flags[meant].metavar}" if flags[meant].metavar else ""
                 hint = f"did you mean --{meant.replace('_', '-')}{value}?"
             if name in self.elsewhere:
-                file = next((text for text in given if not text.startswith("-")), "FILE")
+                file = next((text for text in arguments if not text.startswith("-")), "FILE")
                 hint = self.elsewhere[name].format(file=shown(file))
             raise click.UsageError(f"no option {error.option_name}; {hint}", ctx) from error
 
@@ -200,8 +200,8 @@ def command(options: str = "", **elsewhere: str) -> Callable[[Callable[..., Any]
         for name in reversed([n for n in listed if n != "json"] + ["json"] * ("json" in chosen)):
             decorated = _OPTIONS[name](decorated)
         decorated.__click_params__ += stated
-        made: _Command = click.command(cls=_Command)(decorated)
-        made.elsewhere = elsewhere
-        return made
+        built: _Command = click.command(cls=_Command)(decorated)
+        built.elsewhere = elsewhere
+        return built
 
     return decorate

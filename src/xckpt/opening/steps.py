@@ -58,7 +58,7 @@ _SUFFIXES = re.compile(r"(\.[A-Za-z][^./]*)+$")
 _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
 
 
-@takes(StepKeywords, of=OpenOptions, is_open=True)
+@takes(StepKeywords, declared=OpenOptions, is_open=True)
 def open_steps(
     paths: Any,
     engine: str | None = None,
