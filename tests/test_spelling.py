@@ -26,7 +26,11 @@ LACKING: dict[str, dict[str, str]] = {
     "xckpt.": {
         **dict.fromkeys(("append", "save"), "tensors= in find() or open() before"),
         "join_optimizer": OF_ALL,
+<<<<<<< HEAD
         "resize_adapter": OF_ALL,
+=======
+        "resize_adapter": "an adapter is written whole",
+>>>>>>> 88592357 (List the new calls in the pages on options and JSON, and in the public surface)
         "read_index": "a header is read, and an Index is a mapping",
         "table": OF_RESULT,
     },
@@ -42,8 +46,13 @@ LACKING: dict[str, dict[str, str]] = {
     "xarray.open_dataset": {},
 }
 READING = {
+<<<<<<< HEAD
     "xckpt.": "append compare convert extract_adapter findings histogram manifest report save "
     "spectrum stats verify",
+=======
+    "xckpt.": "append compare convert extract_adapter findings histogram manifest report save spectrum stats "
+    "verify",
+>>>>>>> 88592357 (List the new calls in the pages on options and JSON, and in the public surface)
     "ds.ckpt.": "compare findings histogram manifest report save spectrum stats",
     "xckpt": "compare convert extract manifest report spectrum stats verify",
 }

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import xckpt
+from tests.cached_models import decoder
 from tests.conftest import golden_files
 from tests.formats import torch_files
 from xckpt.cli import commands, main
@@ -100,6 +101,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch_files.archive(torch_files.called(torch_files.name("os", "system"), b"X\0\0\0\0"))
     )
     (folder / "bad.zt").write_bytes(b"ZTEN1000")
+    (folder / "llama").mkdir()
+    weight = {"model.layers.0.self_attn.q_proj.weight": np.eye(4, dtype=np.float32)}
+    xckpt.save(weight, folder / "llama/model.safetensors")
+    xckpt.save({name: 2 * w for name, w in weight.items()}, folder / "tuned.safetensors")
+    config = decoder("llama", 4, 1, 1, 8)
+    (folder / "llama/config.json").write_text(json.dumps(config))
     (folder / "run").mkdir()
     for step in (1, 2):
         step_file = folder / f"run/step-{step}.safetensors"
@@ -137,6 +144,10 @@ CALLS = [
     "verify m.zt a.safetensors bad.zt evil.pt",
     "verify m.zt a.safetensors --findings",
     "manifest m.zt",
+    "footprint m.zt --fits 1GiB",
+    "footprint m.zt --context 9",
+    "footprint llama --context 9 --fits 1KiB",
+    "extract llama tuned.safetensors new --rank 2 --overwrite",
 ]
 
 
