@@ -47,12 +47,17 @@ LACKING: dict[str, dict[str, str]] = {
 }
 READING = {
 <<<<<<< HEAD
+<<<<<<< HEAD
     "xckpt.": "append compare convert extract_adapter findings histogram manifest report save "
     "spectrum stats verify",
 =======
     "xckpt.": "append compare convert extract_adapter findings histogram manifest report save spectrum stats "
     "verify",
 >>>>>>> 88592357 (List the new calls in the pages on options and JSON, and in the public surface)
+=======
+    "xckpt.": "append compare convert extract_adapter findings histogram manifest report save "
+    "spectrum stats verify",
+>>>>>>> 30e2a59d (Name the new commands in the overview for agents and in the README)
     "ds.ckpt.": "compare findings histogram manifest report save spectrum stats",
     "xckpt": "compare convert extract manifest report spectrum stats verify",
 }
