@@ -26,11 +26,7 @@ LACKING: dict[str, dict[str, str]] = {
     "xckpt.": {
         **dict.fromkeys(("append", "save"), "tensors= in find() or open() before"),
         "join_optimizer": OF_ALL,
-<<<<<<< HEAD
         "resize_adapter": OF_ALL,
-=======
-        "resize_adapter": "an adapter is written whole",
->>>>>>> 88592357 (List the new calls in the pages on options and JSON, and in the public surface)
         "read_index": "a header is read, and an Index is a mapping",
         "table": OF_RESULT,
     },
@@ -46,18 +42,8 @@ LACKING: dict[str, dict[str, str]] = {
     "xarray.open_dataset": {},
 }
 READING = {
-<<<<<<< HEAD
-<<<<<<< HEAD
     "xckpt.": "append compare convert extract_adapter findings histogram manifest report save "
     "spectrum stats verify",
-=======
-    "xckpt.": "append compare convert extract_adapter findings histogram manifest report save spectrum stats "
-    "verify",
->>>>>>> 88592357 (List the new calls in the pages on options and JSON, and in the public surface)
-=======
-    "xckpt.": "append compare convert extract_adapter findings histogram manifest report save "
-    "spectrum stats verify",
->>>>>>> 30e2a59d (Name the new commands in the overview for agents and in the README)
     "ds.ckpt.": "compare findings histogram manifest report save spectrum stats",
     "xckpt": "compare convert extract manifest report spectrum stats verify",
 }
