@@ -181,7 +181,6 @@ class Rules:
         keeps_numbers = keeps_numbers or self._keep_numbers()
         broken = {}
         back = Rules((b, a) for a, b in self.pairs)
-        by_template = [_by_template(names) for names in (names_of_a, names_of_b)]
         for a, b in self.pairs:
             expected, origin = self.expected(a, names_of_b), back.expected(b, names_of_a)
             if origin is not None and origin[0] != a and origin[1] > back.support(b, a):
@@ -190,15 +189,8 @@ class Rules:
                 broken[a] = expected[0]
             elif are_other_roles(a, b):
                 broken[a] = ""
-            elif keeps_numbers:
-                are_all = len(_DIGITS.findall(a)) == len(_DIGITS.findall(b))
-                if are_all and _have_other_numbers(
-                    self._numbers(spelled(a)),
-                    spelled(b).numbers,
-                    [self._numbers(name) for name in by_template[0][spelled(a).template]],
-                    [name.numbers for name in by_template[1][spelled(b).template]],
-                ):
-                    broken[a] = ""
+        for a in self._renumbered(names_of_a, names_of_b) if keeps_numbers else ():
+            broken.setdefault(a, "")
         for a in self._disordered():
             broken.setdefault(a, "")
         for a, expected_name in self._unconventional(conventions):
@@ -206,6 +198,27 @@ class Rules:
         for a, expected_name in self._exchanged(shapes):
             broken.setdefault(a, expected_name)
         return broken
+
+    def _renumbered(
+        self, names_of_a: Collection[str], names_of_b: Collection[str]
+    ) -> Iterator[str]:
+        """Yield names of `a` whose numbers are those of another tensor in `b`."""
+        by_template = [_by_template(names) for names in (names_of_a, names_of_b)]
+        schemes: dict[tuple[str, str], _Scheme] = {}
+        for a, b in self.pairs:
+            first, second = spelled(a), spelled(b)
+            numbers = self._numbers(first)
+            are_all = len(_DIGITS.findall(a)) == len(_DIGITS.findall(b))
+            if not are_all or len(numbers) != len(second.numbers) or numbers == second.numbers:
+                continue
+            templates = first.template, second.template
+            if templates not in schemes:
+                schemes[templates] = _Scheme.of(
+                    [self._numbers(name) for name in by_template[0][first.template]],
+                    [name.numbers for name in by_template[1][second.template]],
+                )
+            if schemes[templates].is_broken_by(numbers, second.numbers):
+                yield a
 
     def _disordered(self) -> Iterator[str]:
         """Yield names of `a` whose number has another rank among its siblings than in `b`.
@@ -266,25 +279,28 @@ def _by_template(names: Iterable[str]) -> dict[str, list[Spelled]]:
     return groups
 
 
-def _have_other_numbers(
-    first: tuple[int, ...],
-    second: tuple[int, ...],
-    ours: Collection[tuple[int, ...]],
-    theirs: Collection[tuple[int, ...]],
-) -> bool:
-    """Return whether two tensors have numbers of other tensors, and not from another scheme.
+class _Scheme(NamedTuple):
+    """The numbers of the names of two templates, and whether all of them have one offset.
 
-    `ours` and `theirs` are the numbers of the names like theirs. All numbers may have one offset,
-    as in ``mid.block_1``, or none may be that of a layer, as in ``onnx::MatMul_895``.
+    All numbers may have one offset, as in ``mid.block_1``, or none may be that of a layer, as in
+    ``onnx::MatMul_895``.
     """
-    if len(first) != len(second) or first == second:
-        return False
-    offsets = {
-        tuple(n - m for m, n in zip(*pair, strict=True))
-        for pair in zip(sorted(ours), sorted(theirs), strict=False)
-    }
-    has_offset = len(ours) == len(theirs) and len(offsets) == 1
-    return not has_offset and (first in theirs or second in ours)
+
+    ours: frozenset[tuple[int, ...]]
+    theirs: frozenset[tuple[int, ...]]
+    has_offset: bool
+
+    @classmethod
+    def of(cls, ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> _Scheme:
+        """Return the scheme of the numbers of both sides."""
+        pairs = zip(sorted(ours), sorted(theirs), strict=False)
+        offsets = {tuple(n - m for m, n in zip(*pair, strict=True)) for pair in pairs}
+        has_offset = len(ours) == len(theirs) and len(offsets) == 1
+        return cls(frozenset(ours), frozenset(theirs), has_offset)
+
+    def is_broken_by(self, first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+        """Return whether two tensors have numbers of other tensors, and not of another scheme."""
+        return not self.has_offset and (first in self.theirs or second in self.ours)
 
 
 def _exchange_is_likelier(a: str, b: str, c: str, d: str) -> bool:
