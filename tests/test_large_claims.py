@@ -292,7 +292,7 @@ def test_commands_report_tensors_that_do_not_fit(
     assert output.err.count("tensor 't': byte") == 2
     assert "warning: tensor 't': byte" in output.out
 
-    def ended(*_: Any) -> None:
+    def ended(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     monkeypatch.setattr("xckpt.opening.open_index", ended)

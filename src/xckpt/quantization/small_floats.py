@@ -1,7 +1,7 @@
 """Floats of 4 and 6 bits with a scale for each group, tables of 16 values, and LLM.int8.
 
-The floats are those of gpt-oss and ModelOpt, which also has integers of 4 bits; the tables NF4 and
-FP4, and LLM.int8, are those of bitsandbytes 0.50. Other schemes use the helpers.
+gpt-oss and ModelOpt have such floats, and ModelOpt also integers of 4 bits. bitsandbytes 0.50 has
+the tables NF4 and FP4, and LLM.int8. Other schemes use the helpers.
 """
 
 from __future__ import annotations

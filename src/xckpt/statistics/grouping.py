@@ -1,7 +1,7 @@
 """`by`: results of several tensors merged into results by layer, role, or numbered module.
 
-The statistics of a group are those of all its elements together. `definitions` has the sums from
-which they follow and states how statistics merge, `comparison.merging` how measures do.
+The statistics of a group describe all its elements together. `definitions` states how statistics
+merge, with the sums for that; `comparison.merging` states it for measures.
 Quantiles follow from the counts of bit patterns that `stats` cached.
 """
 

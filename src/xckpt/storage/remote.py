@@ -1,7 +1,7 @@
 """Files on other machines: each read is a request, unless its bytes have been prefetched.
 
-`RemoteSource` has what all have in common. `FsspecSource` reads files of all other protocols than
-those of obstore (`objects`), and of chained URLs, such as ``zip://``, through fsspec. Its answers
+`RemoteSource` reads through requests of any kind. `FsspecSource` makes them with fsspec, for
+protocols that obstore lacks (see `objects`) and for chained URLs, such as ``zip://``. Its answers
 have no version, so the version is requested separately, every ten seconds.
 """
 
