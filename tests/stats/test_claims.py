@@ -440,6 +440,16 @@ class TestSiblings:
             theirs[name] = theirs[name][np.random.default_rng(1).permutation(96)]
         assert self.wrong(ours, theirs) == {*ours, *theirs}
 
+    @pytest.mark.parametrize("is_stack", [False, True])
+    def test_are_joined_in_one_order_of_rows(self, is_stack: bool) -> None:
+        ours = {n: x for n, x in self.projections().items() if "q_proj" in n}
+        join: Any = np.stack if is_stack else np.concatenate
+        name = "net.layers.self_attn.q_proj.weight"
+        assert not self.wrong(ours, {name: join(list(ours.values()))})
+        other = "model.layers.3.self_attn.q_proj.weight"
+        rows = [rope(x, HEADS) if n == other else x for n, x in ours.items()]
+        assert self.wrong(ours, {name: join(rows)}) == {name, other}
+
     @pytest.mark.parametrize("is_exchanged", [False, True])
     def test_convolutions_of_several_kinds(self, is_exchanged: bool) -> None:
         normal = self.normal()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -35,6 +35,7 @@ from xckpt.comparison.explaining.verification import Link, Side, examine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.passes import Explanations, Work
     from xckpt.comparison.explaining.sketches import Sketched
 
@@ -158,11 +159,18 @@ def _explanations(
     explanations: Explanations = {}
     parts: list[Explanation] = []
     different: list[str] = []
+    # Parts of one kind are joined in one way.
+    steps_of: dict[str, Counter[tuple[Step, ...]]] = defaultdict(Counter)
+    for member in joint.members:
+        steps_of[spelled(member.part.name).template][member.steps] += 1
     for member, link in zip(joint.members, links, strict=True):
         name, number = member.part.name, member.part.number
-        if link.relation is None:
+        usual = steps_of[spelled(name).template].most_common(1)[0][0]
+        is_other = member.steps != usual
+        if link.relation is None or is_other:
             different.append(name)
-            causes, text = (cause, "unknown"), f"{head}; {unlike(link)}"
+            reason = "unlike the others, it was rearranged" if is_other else unlike(link)
+            causes, text = (cause, "unknown"), f"{head}; {reason}"
             explanations[number] = Explanation(causes, text, holds=False, other_names=(whole.name,))
             continue
         explanation = related(work.places, link, link.relation, (*joint.steps, *member.steps))
