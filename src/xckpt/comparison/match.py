@@ -237,8 +237,8 @@ def _partners(
     likely = [c for c in by_content(*unmatched()) if c.score >= _ALIKE and not c.is_exact]
     take(unbroken({c.a.name: Partner(c.b.name, "alike") for c in likely}))
     unnamed, unnamed_of_b = unmatched()
-    named = by_names(unnamed, unnamed_of_b, places, _renamed(pairs))
-    take(unbroken({a.name: Partner(b.name, rule) for a, b, rule in named}))
+    remaining = by_names(unnamed, unnamed_of_b, places, _renamed(pairs))
+    take(unbroken({a.name: Partner(b.name, rule) for a, b, rule in remaining}))
     return pairs
 
 
@@ -446,13 +446,13 @@ def by_names(
     ours: Iterable[Sketched],
     theirs: Iterable[Sketched],
     places: Places,
-    known: Iterable[tuple[str, str]],
+    renamed: Iterable[tuple[str, str]],
 ) -> list[tuple[Sketched, Sketched, str]]:
     """Pair tensors that belong together though their numbers may differ; name the rules.
 
-    `known` has the names of pairs that follow the rules of a conversion.
+    `renamed` has the names of pairs that follow the rules of a conversion.
     """
-    rules = Rules(known)
+    rules = Rules(renamed)
     free = dict.fromkeys(ours), dict.fromkeys(theirs)
     pairs: list[tuple[Sketched, Sketched, str]] = []
 

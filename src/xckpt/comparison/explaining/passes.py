@@ -73,7 +73,7 @@ ALIGNED = 0.9
 _MOST_TRIED = 4
 # Smaller tensors may have the numbers of another tensor by chance.
 _SMALLEST = 8
-# Slots of which a model may tie the weights, so that a file stores one of them.
+# A model may tie the weights of these slots, so that a file stores one of them.
 _TIED_SLOTS = {"output", "token_embedding"}
 # The most tensors of one shape that are tested for equality with a tensor.
 _MOST_OWNERS = 8
@@ -315,16 +315,16 @@ def resized(work: Work) -> Explanations:
 
 def _of_content(work: Work, candidates: Sequence[Candidate]) -> Explanations:
     """Explain pairs of tensors with the same numbers, unless their names contradict."""
-    held = _equal(work, candidates)
+    verified = _equal(work, candidates)
     attempts = work.try_arrangements([
         (n, c.a, c.b, [chain for chain in arrangements(c.a, c.b) if chain.score >= ALIKE])
         for n, c in enumerate(candidates)
-        if n not in held
+        if n not in verified
     ])  # fmt: skip
     for n, (link, steps) in attempts.items():
         if link.relation is not None:
-            held[n] = related(work.places, link, link.relation, steps)
-    pairs = [(candidates[n].a, candidates[n].b, held[n]) for n in sorted(held)]
+            verified[n] = related(work.places, link, link.relation, steps)
+    pairs = [(candidates[n].a, candidates[n].b, verified[n]) for n in sorted(verified)]
     broken = _broken(work, [(a, b) for a, b, _ in pairs]) if pairs else {}
     explanations: Explanations = {}
     for a, b, explanation in pairs:
@@ -397,9 +397,9 @@ def _misplaced(a: Sketched, b: Sketched, name: str) -> Explanations:
 
 def expected(work: Work) -> Explanations:
     """Explain tensors of one side by the partner that other renamed tensors suggest."""
-    named = by_names(*work.alone_of_sides(), work.places, _known_pairs(work))
+    suggestions = by_names(*work.alone_of_sides(), work.places, _known_pairs(work))
     described = work.descriptions.keys()
-    pairs = [(a, b) for a, b, _ in named if not {a.number, b.number} & described]
+    pairs = [(a, b) for a, b, _ in suggestions if not {a.number, b.number} & described]
     results = work.try_arrangements([(n, a, b, _ways(a, b)) for n, (a, b) in enumerate(pairs)])
     explanations: Explanations = {}
     failed: list[tuple[Sketched, Sketched, Link, tuple[Step, ...]]] = []
@@ -565,8 +565,8 @@ def _tied(work: Work, n: int, owner: int, names: tuple[str, str]) -> Explanation
     slots = {structure.slot(name) for name in names if name in structure}
     if slots == _TIED_SLOTS and explanation is not None and explanation.verified:
         text = f"tied to {quoted(names[:1])} of {status[-1]}, which has the same numbers"
-        others = explanation.other_names or names[:1]
-        return Explanation(("tied",), text, other_names=others)
+        other_names = explanation.other_names or names[:1]
+        return Explanation(("tied",), text, other_names=other_names)
     text = f"its numbers are those of {quoted(names[:1])} of {status[-1]}"
     return Explanation((status,), text, holds=False)
 
