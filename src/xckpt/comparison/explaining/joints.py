@@ -30,6 +30,8 @@ Shape = tuple[int, ...]
 # The least agreement of the sums of a part with its place, by the least number of sums: short sums
 # agree by chance.
 _JOINED = {32: 0.7, 16: 0.85, 0: 0.9}
+# The largest difference of the sums of a vector and a row, as a share of the norm of a row.
+_NEAR = 0.05
 # Margin of agreement by which another arrangement has to be better.
 _CLEARLY = 1e-3
 
@@ -129,6 +131,10 @@ class _Candidates:
         self._parts_are_padded = parts_are_padded
         self._along: dict[tuple[Shape, int], _Parts] = {}
 
+    def vectors(self, size: int) -> list[Sketched]:
+        """Return the vectors of a size."""
+        return [part for part in self._parts if part.shape == (size,)]
+
     def along(self, shape: Shape, axis: int) -> _Parts:
         """Return the parts along an axis of a tensor; axis -1 is a new axis of stacked layers."""
         if (shape, axis) not in self._along:
@@ -153,6 +159,8 @@ def _joints_of(whole: Sketched, candidates: _Candidates) -> Iterator[Joint]:
             rows = shape[1]
             places = [m._replace(start=m.start // rows, stop=m.stop // rows) for m in members]
             yield Joint(whole, 0, tuple(places), is_stack=True)
+    if len(shape) == 2 and whole.rows is not None:
+        yield from _stacks_of_vectors(whole, whole.rows, candidates.vectors(shape[1]))
     for axis, along in enumerate(whole.along):
         if along is None:
             continue
@@ -168,6 +176,20 @@ def _joints_of(whole: Sketched, candidates: _Candidates) -> Iterator[Joint]:
                 step = RopePermuted(axis, heads, is_undone)
                 yield Joint(whole, axis, tuple(members), (step,))
                 break
+
+
+def _stacks_of_vectors(whole: Sketched, rows: Array, vectors: list[Sketched]) -> Iterator[Joint]:
+    """Yield a stack of the vectors whose sums are nearest to those of the rows."""
+    if len(rows) < 2 or len(vectors) < len(rows):
+        return
+    sums = np.array([vector.sketch.totals[0] for vector in vectors])
+    distances = np.abs(rows[:, None] - sums)
+    nearest = distances.argmin(axis=1)
+    norm = float(np.sqrt(whole.sketch.totals[1] / len(rows)))
+    if len({*nearest.tolist()}) == len(rows) and (distances.min(axis=1) <= _NEAR * norm).all():
+        score = max(_JOINED.values())
+        places = [JointPart(vectors[n], k, k + 1, (), score) for k, n in enumerate(nearest)]
+        yield Joint(whole, 0, tuple(places), is_stack=True)
 
 
 def _layers(part: Sketched, shape: Shape) -> Iterator[_Oriented]:
