@@ -58,6 +58,8 @@ _FEWEST_VALUES = 3
 _FEWEST_VARIED = 8
 # The least number of values that show how far rounding moves them, and the least mean square of it.
 _FEWEST_MOVED, _LEAST_MOVED = 32, 1 / 24
+# The same for fewer values, whose mean varies.
+_FEWEST, _LEAST_OF_FEW = 4, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,11 +391,13 @@ def _moves_too_little(relation: Elementwise, side: SampledPairs, grid: str) -> b
     moved = replace(relation.transform, types=())(side.x).astype(np.float64)
     is_moved = np.isfinite(moved) & np.isfinite(side.y) & (side.y != 0) & _are_varied(moved)
     moved, rounded = moved[is_moved], side.y[is_moved].astype(np.float64)
-    if len(np.unique(moved)) < _FEWEST_MOVED:
+    count = len(np.unique(moved))
+    if count < _FEWEST:
         return False
+    least = _LEAST_MOVED if count >= _FEWEST_MOVED else _LEAST_OF_FEW
     form = ELEMENT_TYPES[kind].float_format
     step = np.maximum(spacing_of(moved, kind), form.smallest if form else 0.0)
-    return float(np.mean(np.square((rounded - moved) / step))) < _LEAST_MOVED
+    return float(np.mean(np.square((rounded - moved) / step))) < least
 
 
 def _are_varied(numbers: Array) -> Array:
