@@ -43,6 +43,7 @@ ALLOWED = {
     "names of one tensor in two projects": {
         *("labels/conventions.py", "comparison/explaining/names.py"),
     },
+    "numbers that siblings have apart from one another": {"comparison/explaining/siblings.py"},
 }
 #: Modules that take a name apart without its structure, by the reason.
 TAKEN_APART = {
