@@ -1,7 +1,7 @@
 """Adapters from checkpoints: `extract_adapter` and `resize_adapter` write folders for PEFT.
 
-The best approximation of an update by factors of some rank has its largest singular values. Those
-of a matrix are found as by `xckpt.spectrum`, in blocks of rows, and its factors by another pass.
+The best approximation of an update by factors of some rank has its largest singular values. They
+are computed in blocks of rows, as by `xckpt.spectrum`, and the factors of a matrix by another pass.
 Factors are kept in files until the adapter is written, so that memory is bounded by a few matrices.
 """
 
@@ -87,7 +87,7 @@ def extract_adapter(
     pandas.DataFrame
         A row for each tensor of the adapter: its ``rank``, the ``energy`` that its factors have,
         and the norm of its update, ``frobenius``. Singular values that rounding to the stored types
-        explains are left out, whatever `energy` says.
+        explains are left out, whatever `energy` is.
 
     Raises
     ------
@@ -131,10 +131,10 @@ def extract_adapter(
                     broken.append(name)
                 elif result.total > 0:
                     ranks[name] = result._replace(left=_NOTHING, right=_NOTHING)
-                    named = _named(name, result, is_turned=_is_in_first(structure, name))
+                    named_factors = _named(name, result, is_turned=_is_in_first(structure, name))
                     factors[name] = {
                         key: _stored(f"{scratch}/{len(ranks)}{key[-9:]}.npy", factor)
-                        for key, factor in named.items()
+                        for key, factor in named_factors.items()
                     }
                 bar.advance(matrix.nbytes)
 
@@ -297,9 +297,9 @@ def _module(weight: str) -> str:
 
 def _named(name: str, factors: Factorized, *, is_turned: bool) -> dict[str, Array]:
     """Return the factors of a weight by their names in PEFT."""
-    left, right = (factors.right.T, factors.left.T) if is_turned else (factors.left, factors.right)
+    up, down = (factors.right.T, factors.left.T) if is_turned else (factors.left, factors.right)
     stem = f"{_PREFIX}{_module(name)}"
-    return {f"{stem}.lora_A.weight": right, f"{stem}.lora_B.weight": left}
+    return {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
 
 
 def _reshaped(adapter: Adapter, factors: Factorized, values: Mapping[str, Any]) -> dict[str, Array]:

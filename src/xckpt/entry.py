@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xckpt.typing import Dataset
 
     class _Keywords(OpenKeywords, ReadOptions, total=False):
-        """Keywords of `open`: of all formats, of single ones, and of xarray."""
+        """Keywords of `open` for all formats, for single formats, and for xarray."""
 
         chunks: Any
 

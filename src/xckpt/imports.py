@@ -28,7 +28,7 @@ _SYSTEM = "<frozen importlib"
 # Packages whose code between imports can be interrupted and run again.
 _TRANSPARENT = {_PACKAGE, "importlib"}
 
-# What follows the first load of a module, by its name.
+# Actions after the first load of a module, by its name.
 _actions: dict[str, Callable[[], None]] = {}
 
 

@@ -107,7 +107,7 @@ def deliver() -> None:
 
 
 def forget(message: str) -> None:
-    """Drop a deferred Ctrl-C, after which nothing is left to stop, and tell the user."""
+    """Drop a deferred Ctrl-C when the work has ended, and inform the user."""
     if _is_main() and is_pending():
         _Deferred.since = None
         _print(message)

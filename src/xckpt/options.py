@@ -200,7 +200,7 @@ _INSTEAD = {
 
 
 def option_meant(name: str, allowed: Collection[str], *, exactly: bool = False) -> str:
-    """Return the option that another name for it means; empty if there is none."""
+    """Return the option that another name for it means; empty if the name is unknown."""
     meant = [option for option in allowed if name in _INSTEAD.get(option, "").split()]
     meant += [] if exactly else get_close_matches(name, allowed, n=1)
     return meant[0] if meant else ""
@@ -408,8 +408,8 @@ class Forwarded(Generic[P, R]):
             return result
 
         stated = signature(function)
-        first, *others = stated.parameters.values()
-        parameters = [p for p in others if p.name not in self._without]
+        first, *following = stated.parameters.values()
+        parameters = [p for p in following if p.name not in self._without]
         method.__signature__ = stated.replace(  # type: ignore[attr-defined]
             parameters=[first.replace(name="self", annotation=first.empty), *parameters]
         )

@@ -263,8 +263,10 @@ class CheckpointAccessor(Generic[Obj]):
         """Return a summary, with the findings of a run that are known or needed."""
         if changes and self._known_findings() is None:
             self._examine()
-        known = self._known_findings()
-        return describing.summary(self._obj, *arguments, changes=changes, findings=known, **options)
+        findings = self._known_findings()
+        return describing.summary(
+            self._obj, *arguments, changes=changes, findings=findings, **options
+        )
 
     summary = Forwarded(lambda: describing.summary, without="findings", instead=_summarise)
     footprint = Forwarded(lambda: xckpt.footprint, without="storage_options")
@@ -489,13 +491,13 @@ class CheckpointAccessor(Generic[Obj]):
 
             names = [base_name(source) for source in OpenTensors(self._obj).origins(_MOST_TRIED)]
             computed = "computed from " if names else ""
-        first, *others = names or [""]
-        others_text = f" and {counted(len(others), 'other')}" if others else ""
+        first, *remaining = names or [""]
+        others_text = f" and {counted(len(remaining), 'other')}" if remaining else ""
         return f"{computed}{first}{others_text}"
 
     @property
     def _has_steps(self) -> bool:
-        """Whether the object is a training run."""
+        """True if the object is a training run."""
         from xckpt.datasets.tensors import OpenTensors
 
         return OpenTensors(self._obj).run is not None
@@ -516,7 +518,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def _is_result(self) -> bool:
-        """Whether the object holds statistics or a comparison."""
+        """True if the object holds statistics or a comparison."""
         return bool(self._encoding.get("statistics"))
 
     @property

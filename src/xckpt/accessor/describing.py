@@ -1,4 +1,4 @@
-"""What the tensors of an open object are: tables, sizes and structure, without reading any."""
+"""Descriptions of open objects: tables, sizes and structure, without reading tensors."""
 
 from __future__ import annotations
 

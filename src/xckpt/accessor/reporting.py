@@ -99,7 +99,7 @@ def describe(summary: Summary, stats: xr.Dataset, draw: Callable[..., Axes]) -> 
     from xckpt.statistics import table
 
     findings = summary.findings or ()
-    found: Block = Sentence("", "Nothing looks wrong.")
+    listing: Block = Sentence("", "Nothing looks wrong.")
     if findings:
         fields = [
             *(Field("severity", "status"), Field("rule", "word"), Field("tensors", "count")),
@@ -109,12 +109,12 @@ def describe(summary: Summary, stats: xr.Dataset, draw: Callable[..., Axes]) -> 
             (f.severity, f.rule, f.pattern.count, f.pattern.text, f.value, f.explanation)
             for f in findings[:_MOST_FINDINGS]
         ]
-        found = _table(fields, rows, len(findings), "finding")
+        listing = _table(fields, rows, len(findings), "finding")
     frame, origin = table(stats), stats.encoding.get("origin")
     return [
         Heading(summary.title or "Checkpoint", level=1),
         *summary_blocks(summary),
-        *(Heading("Findings"), found),
+        *(Heading("Findings"), listing),
         *_trend_blocks(frame, _TRENDS, partial(draw, stats=stats), origin),
     ]
 
@@ -142,9 +142,9 @@ def relate(
     if sentence := comparison.attrs.get("explanation"):
         blocks.append(Sentence("", str(sentence)))
     if attributes := comparison.attrs.get("attributes", ()):
-        rest = more(len(attributes) - _MOST_CHANGES, "attribute")
+        omitted = more(len(attributes) - _MOST_CHANGES, "attribute")
         shown = [[change] for change in attributes[:_MOST_CHANGES]]
-        blocks += [Heading("Attributes"), Table([Field("attributes that differ")], shown, rest)]
+        blocks += [Heading("Attributes"), Table([Field("attributes that differ")], shown, omitted)]
     lines = comparison_lines(frame)
     if len(lines) > 1:
         fields = [Field("tensors", "name"), Field("difference"), Field("number", "word")]
@@ -242,18 +242,20 @@ def _trend_blocks(
 
 def _trends(values: pd.Series[Any], structure: Structure) -> list[_Trend]:
     """Return a trend for each kind of tensor that several layers have."""
-    known = dict(zip(map(str, values.index), values.to_numpy(np.float64).tolist(), strict=True))
+    numbers = dict(zip(map(str, values.index), values.to_numpy(np.float64).tolist(), strict=True))
     trends = []
-    for group in groups_of({name: structure.parse(name) for name in known}):
+    for group in groups_of({name: structure.parse(name) for name in numbers}):
         layers: dict[int, list[str]] = {}
         for name in group.names:
             number = next(reversed(numbers_of(group.names[name]).values()), None)
-            if number is not None and not np.isnan(known[name]):
+            if number is not None and not np.isnan(numbers[name]):
                 layers.setdefault(number, []).append(name)
         if len(layers) < _FEWEST_LAYERS:
             continue
-        medians = [float(np.median([known[n] for n in layers[at]])) for at in sorted(layers)]
-        every = sorted([name for names in layers.values() for name in names], key=known.__getitem__)
+        medians = [float(np.median([numbers[n] for n in layers[at]])) for at in sorted(layers)]
+        every = sorted(
+            [name for names in layers.values() for name in names], key=numbers.__getitem__
+        )
         series = Series.of("", [group])
         is_several = len(every) > len(layers)
         trends.append(
@@ -264,7 +266,7 @@ def _trends(values: pd.Series[Any], structure: Structure) -> list[_Trend]:
                 medians[0],
                 float(np.median(medians)),
                 medians[-1],
-                *((known[name], series.place(name)) for name in (every[0], every[-1])),
+                *((numbers[name], series.place(name)) for name in (every[0], every[-1])),
             )
         )
     return trends

@@ -120,7 +120,7 @@ class StoredBytes(ByteStream):
 
     @property
     def is_range(self) -> bool:
-        """Whether the bytes are a range of the file."""
+        """True if the bytes are a range of the file."""
         is_little = self.reader.part.byteorder == "little"
         return self.reader.is_raw and is_little and self.size > 0
 
@@ -488,8 +488,8 @@ def _nan_like(values: Array, stored: np.dtype[Any]) -> Array:
         payload >>= np.uint64(from_payload - to_payload)
         payload[payload == 0] = 1 << (to_payload - 1)  # no payload at all would be infinity
     exponent = np.uint64((1 << to_bits - 1) - (1 << to_payload))
-    whole = (sign << np.uint64(to_bits - 1)) | exponent | payload
-    nan: Array = whole.astype(f"u{to_bits // 8}").view(stored)
+    pattern = (sign << np.uint64(to_bits - 1)) | exponent | payload
+    nan: Array = pattern.astype(f"u{to_bits // 8}").view(stored)
     return nan
 
 

@@ -291,7 +291,7 @@ class DenseArray(OnePartArray):
 
     @property
     def _is_wide(self) -> bool:
-        """Whether elements are stored raw, each in whole bytes."""
+        """True if elements are stored raw, each in whole bytes."""
         return self.reader.is_raw and ELEMENT_TYPES[self.reader.part.dtype].bits >= 8
 
     @property

@@ -119,7 +119,7 @@ def active_client() -> Any:
     is_default = scheduler is None or str(scheduler).lower() in {"distributed", "dask.distributed"}
     if not is_default:
         return None
-    # While another thread imports the package, there is no client yet.
+    # While another thread imports the package, the client does not exist yet.
     default_client = getattr(sys.modules.get("distributed"), "default_client", None)
     with suppress(ValueError):
         return None if default_client is None else default_client()
@@ -288,15 +288,15 @@ class _Result:
     def place(self, key: Any, index: tuple[slice, ...]) -> Any:
         """Return the memory of a chunk; the caller fills it."""
         with self._lock:
-            whole = None if self._whole is None else self._whole()
+            array = None if self._whole is None else self._whole()
             # A graph may be computed again, even at the same time: a chunk that has been read
             # before then begins new memory, and `_gathered` joins chunks of different memories.
-            if whole is None or key in self._filled:
-                whole = self._lazy.allocate()
-                self._whole = weakref.ref(whole)  # its chunks keep it alive
+            if array is None or key in self._filled:
+                array = self._lazy.allocate()
+                self._whole = weakref.ref(array)  # its chunks keep it alive
                 self._filled.clear()
             self._filled.add(key)
-        return whole[index]
+        return array[index]
 
 
 def _read_into(lazy: LazyArray, result: _Result | None, key: Any, index: tuple[slice, ...]) -> Any:

@@ -199,7 +199,7 @@ class PartReader:
 
     @property
     def is_checked(self) -> bool:
-        """Whether there is a digest that may be compared when all bytes have passed."""
+        """True if a digest can be compared when all bytes have passed."""
         digest = self.part.digest
         return digest is not None and self.verify is not False and digests.is_known(digest)
 
@@ -230,7 +230,7 @@ class PartReader:
 
     @property
     def is_raw(self) -> bool:
-        """Whether the decoded bytes are a range of the file."""
+        """True if the decoded bytes are a range of the file."""
         return self.part.encoding is None and self.part.inline is None and not self.is_arranged
 
     @property

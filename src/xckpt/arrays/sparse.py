@@ -124,7 +124,7 @@ class SparseArray(LazyArray):
 
     @property
     def reads_whole(self) -> bool:
-        """Whether reading any row means reading all, unless they are cached."""
+        """True if reading any row means reading all, unless they are cached."""
         return True
 
     @property
@@ -290,7 +290,7 @@ class CSRArray(SparseArray):
 
     @property
     def reads_whole(self) -> bool:
-        """Whether a part is compressed as one stream."""
+        """True if a part is compressed as one stream."""
         return any(reader.part.encoding == "zstd" for reader in self.readers.values())
 
     def stored(self, start: int, stop: int) -> StoredElements:

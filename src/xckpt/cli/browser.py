@@ -55,7 +55,7 @@ class StoppedError(Exception):
 
 
 class Pages:
-    """What a browser shows of an open checkpoint, and of its differences from another one.
+    """Pages of a browser: an open checkpoint, and its differences from another checkpoint.
 
     Parameters
     ----------
@@ -182,13 +182,13 @@ class Pages:
         """Yield the findings, the statistics and the histogram of a tensor."""
         from xckpt.accessor.exploring import compute, histogram
 
-        known = compute(self.tensors, [name], report)
-        if name not in known.statistics:
+        results = compute(self.tensors, [name], report)
+        if name not in results.statistics:
             yield Sentence("", "It has no statistics: its elements are not numbers.")
             return
-        for finding in known.findings:
+        for finding in results.findings:
             yield Sentence(finding.severity, f"{finding.explanation} [{finding.rule}]")
-        statistics = known.statistics[name]
+        statistics = results.statistics[name]
         yield _values("statistics", statistics)
         if not statistics["min"] < statistics["max"]:
             return
@@ -290,8 +290,8 @@ class Browser(App[None]):
         names = self.pages.tensors_in(path)
         for name in names[:_MOST_BRANCHES]:
             node.add_leaf(self.pages.label(name), name)
-        if rest := more(len(names) - _MOST_BRANCHES, "tensor", "search with /"):
-            node.add_leaf(rest)
+        if omitted := more(len(names) - _MOST_BRANCHES, "tensor", "search with /"):
+            node.add_leaf(omitted)
 
     def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[str]) -> None:
         """Show the page of a module or a tensor."""
@@ -304,16 +304,16 @@ class Browser(App[None]):
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """List the names that match, in the place of the tree."""
-        found = self.pages.found(event.value) if event.value else []
+        matches = self.pages.found(event.value) if event.value else []
         names = self.query_one(OptionList)
         names.clear_options()
         names.add_options(
-            [Option(Text(printable(n)), str(at)) for at, n in enumerate(found[:_MOST_FOUND])]
+            [Option(Text(printable(n)), str(at)) for at, n in enumerate(matches[:_MOST_FOUND])]
         )
-        rest = more(len(found) - _MOST_FOUND, "tensor")
-        if rest or (event.value and not found):
-            names.add_option(Option(rest or "no tensor has such a name", disabled=True))
-        self._found = found
+        omitted = more(len(matches) - _MOST_FOUND, "tensor")
+        if omitted or (event.value and not matches):
+            names.add_option(Option(omitted or "no tensor has such a name", disabled=True))
+        self._found = matches
         names.display = bool(event.value)
         self.query_one(Tree).display = not event.value
 

@@ -127,8 +127,8 @@ def stats(
     status = int(findings_frame is not None and calls_for_action(findings_frame))
     if keys:
         groups = grouped_table(result if findings_frame is None else findings_frame, keys, order)
-        listed, wanted = (list(groups), []) if only_findings else (chosen, most_wanted)
-        print_groups(groups, listed, document if as_json else None, wanted)
+        listed, preferred = (list(groups), []) if only_findings else (chosen, most_wanted)
+        print_groups(groups, listed, document if as_json else None, preferred)
         return status
     frame = table(result) if dims else _with_facts(table(result), tensors)
     if as_json:

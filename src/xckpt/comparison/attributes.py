@@ -161,7 +161,7 @@ def _parsed(text: str) -> Any:
 
 
 def _differences(name: str, a: Any, b: Any, depth: int = 0) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the values that differ, those of mappings key by key."""
+    """Yield the values that differ; mappings are compared key by key."""
     if isinstance(a, Mapping) and isinstance(b, Mapping) and depth < _DEEPEST:
         is_config = name.partition(".")[0] in _CONFIG_NAMES
         for key in dict.fromkeys([*a, *b]):

@@ -1,4 +1,4 @@
-"""What explains a difference: causes that the place of a tensor in its model admits.
+"""Causes of a difference that the place of a tensor in its model admits.
 
 A relation that holds for every element is not always an explanation. It has to be one that a
 conversion makes of this tensor (`Places`), the numbers have to be rounded as real numbers are
@@ -47,8 +47,10 @@ class Places:
         # A side that does not state its type has the type of the other one.
         types = [side.facts.types for side in (ours, theirs)]
         self.structures = tuple(
-            side.with_facts(replace(side.facts, types=other)) if other and not own else side
-            for side, own, other in zip((ours, theirs), types, types[::-1], strict=True)
+            side.with_facts(replace(side.facts, types=fallback))
+            if fallback and not stated
+            else side
+            for side, stated, fallback in zip((ours, theirs), types, types[::-1], strict=True)
         )
         self.types = {*types[0], *types[1]}
         self._places: dict[tuple[int, str], Place | None] = {}
@@ -108,9 +110,9 @@ class Places:
     def heads(self, names: tuple[str, str]) -> list[int]:
         """Return the numbers of the heads of a query or a key that either side states."""
         numbers: dict[int, None] = {}
-        known = [p for p in self.both(names) if p is not None and p.slot in TURNED_SLOTS]
-        for structure in self.structures if known else ():
-            stated = structure.sizes_of(known[0].component, TURNED_SLOTS[known[0].slot], "head")
+        rotary = [p for p in self.both(names) if p is not None and p.slot in TURNED_SLOTS]
+        for structure in self.structures if rotary else ():
+            stated = structure.sizes_of(rotary[0].component, TURNED_SLOTS[rotary[0].slot], "head")
             numbers |= dict.fromkeys([heads for heads in stated if heads][:1])
         return list(numbers)
 

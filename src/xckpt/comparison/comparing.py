@@ -419,13 +419,13 @@ def _measure_related(
     sums: dict[str, tuple[float, ...]],
 ) -> None:
     """Measure the elements that belong together where the explanations have found them."""
-    others = {case.match.name: case.match.theirs for case in cases if case.status == "only_b"}
+    partners = {case.match.name: case.match.theirs for case in cases if case.status == "only_b"}
     rows: dict[int, Sequence[float]] = {}
     pairs: dict[int, Any] = {}
     for n, (case, explanation) in enumerate(zip(cases, explanations, strict=True)):
         if explanation is None or case.status == "only_b":
             continue
-        partner = others.get(", ".join(explanation.other_names))
+        partner = partners.get(", ".join(explanation.other_names))
         is_moved = bool(explanation.steps) or case.status == "only_a"
         if is_moved and explanation.is_admitted and explanation.measures is not None:
             rows[n] = explanation.measures
@@ -461,10 +461,7 @@ def _compare_all(
     cache: bool,
     sums: dict[str, tuple[float, ...]],
 ) -> list[Array]:
-    """Compare all pairs; return the array of each variable, in the shape of its input.
-
-    `sums` receives the `PAIR_SUMS` of each tensor.
-    """
+    """Compare all pairs, add their `PAIR_SUMS` to `sums`, and return arrays shaped as inputs."""
     matches = [row for rows, *_ in inputs for row in rows if row.measured is not None]
     pairs = [row.measured for row in matches if row.measured is not None]
     table = summed(pairs, progress=progress, cache=cache)
@@ -522,8 +519,8 @@ def _with_codes(
     with Progress(False if callable(progress) else progress, "codes") as bar:
         uses = use_of_codes([theirs for _, theirs in pairs], bar, cache=cache)
         clipped = clipping(pairs, sizes.tolist(), bar, cache=cache)
-    own = np.column_stack([uses, clipped, gains])
-    of_codes = _by_variable(inputs, own, lambda _: [nan] * len(OF_CODES))
+    code_columns = np.column_stack([uses, clipped, gains])
+    of_codes = _by_variable(inputs, code_columns, lambda _: [nan] * len(OF_CODES))
     return [np.concatenate(arrays) for arrays in zip(values, of_codes, strict=True)]
 
 

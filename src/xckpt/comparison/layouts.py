@@ -278,10 +278,10 @@ class Layouts:
         """Return ways to compose tensors of a side of tensors of the other, by their names."""
         catalogue = self._catalogue(1 - side, parts)
         joints = {}
-        for whole in self._catalogue(side, wholes).tensors:
-            conversions = list(dict.fromkeys(self._compositions(whole, catalogue)))
+        for combined in self._catalogue(side, wholes).tensors:
+            conversions = list(dict.fromkeys(self._compositions(combined, catalogue)))
             if conversions:
-                joints[whole.name] = conversions
+                joints[combined.name] = conversions
         return joints
 
     def fused_rows(self, side: int, name: str, shape: Shape) -> list[int]:
@@ -387,54 +387,54 @@ class Layouts:
 
     # --- joints ----------------------------------------------------------------------------------
 
-    def _compositions(self, whole: Located, parts: _Catalogue) -> Iterator[Conversion]:
-        for order in self._orders(whole, parts):
-            field = _Field(whole._replace(outputs=order.outputs), ())
+    def _compositions(self, combined: Located, parts: _Catalogue) -> Iterator[Conversion]:
+        for order in self._orders(combined, parts):
+            field = _Field(combined._replace(outputs=order.outputs), ())
             pieces = list(self._pieces(field, parts, order))
-            covered = sum([prod(_shape_after(whole.shape, piece.steps)) for piece in pieces])
+            covered = sum([prod(_shape_after(combined.shape, piece.steps)) for piece in pieces])
             is_same = len(pieces) == 1 and not pieces[0].steps
-            if len(pieces) < 2 or is_same or covered != prod(whole.shape):
+            if len(pieces) < 2 or is_same or covered != prod(combined.shape):
                 continue
             yield Conversion(
                 tuple(pieces),
-                self._words(whole, pieces, order),
+                self._words(combined, pieces, order),
                 is_regrouped=bool(order.groups or order.is_alternating),
-                key=(whole.slot, whole.param, whole.shape, order),
+                key=(combined.slot, combined.param, combined.shape, order),
             )
 
     @staticmethod
-    def _words(whole: Located, pieces: Sequence[Piece], order: _Order) -> str:
+    def _words(combined: Located, pieces: Sequence[Piece], order: _Order) -> str:
         if order.groups:
             return f"by groups of heads ({order.groups} groups)"
         if order.is_alternating:
             return "row by row"
-        if whole.role == "kv_b":
+        if combined.role == "kv_b":
             return "head by head"
         if (
             any(
                 isinstance(piece.steps[0], Cropped) and piece.steps[0].after[0] == 1
                 for piece in pieces
             )
-            and len(whole.shape) != 2
+            and len(combined.shape) != 2
         ):
             return "stacked"
-        axis = whole._replace(outputs=order.outputs).rows
+        axis = combined._replace(outputs=order.outputs).rows
         return f"one after the other along the {lines_along(axis) if axis < 2 else 'last axis'}"
 
-    def _orders(self, whole: Located, parts: _Catalogue) -> Iterator[_Order]:
+    def _orders(self, combined: Located, parts: _Catalogue) -> Iterator[_Order]:
         """Yield the hypotheses about the layout of a whole, the likeliest first."""
-        ndim = len(whole.shape)
-        axes = [whole.rows]
-        if whole.param == "weight" and ndim == 3 and whole.slot.startswith("expert"):
+        ndim = len(combined.shape)
+        axes = [combined.rows]
+        if combined.param == "weight" and ndim == 3 and combined.slot.startswith("expert"):
             axes = list(dict.fromkeys([*axes, 1, 2]))
         for outputs in axes:
-            if whole.is_interleaved is not True or whole.role not in PARTS_OF:
+            if combined.is_interleaved is not True or combined.role not in PARTS_OF:
                 yield _Order(outputs)
-            if whole.role == "gate_up" and whole.is_interleaved:
+            if combined.role == "gate_up" and combined.is_interleaved:
                 yield _Order(outputs, is_alternating=True)
-            elif whole.role in {"qkv", "kv"} and whole.is_interleaved is not False:
-                rows = self._rows(whole._replace(outputs=outputs), parts)
-                for groups in self._group_counts(whole.component, rows) if rows else ():
+            elif combined.role in {"qkv", "kv"} and combined.is_interleaved is not False:
+                rows = self._rows(combined._replace(outputs=outputs), parts)
+                for groups in self._group_counts(combined.component, rows) if rows else ():
                     yield _Order(outputs, groups)
 
     @staticmethod

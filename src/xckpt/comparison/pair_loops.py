@@ -72,10 +72,7 @@ def _all_finite(x: Any, y: Any) -> Any:
 
 @compiled
 def _take_finite_pairs(x: Any, y: Any, out: Any, tally: Any) -> Any:
-    """Copy pairs of finite elements to the front of `out`, and tally the others.
-
-    Returns the number of finite pairs.
-    """
+    """Copy pairs of finite elements to the front of `out`, tally the others; return the count."""
     count = 0
     for i in range(x.size):
         if math.isfinite(x[i]) and math.isfinite(y[i]):

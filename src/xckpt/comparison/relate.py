@@ -48,12 +48,12 @@ class _Choice:
 
     def best(self) -> int:
         """Return the number of the chain that a sample supports; -1 for none."""
-        own = self._correlation(()) if self.match.pair is not None else -1.0
+        direct = self._correlation(()) if self.match.pair is not None else -1.0
         scores = np.array([self._correlation(chain) for chain in self.chains])
         if np.isnan(scores).all():  # of constants
             return -1 if self.match.pair is not None else 0
         best = int(np.nanargmax(scores))
-        is_related = scores[best] >= _RELATED and not scores[best] <= own + _CLEARLY
+        is_related = scores[best] >= _RELATED and not scores[best] <= direct + _CLEARLY
         return best if is_related else -1
 
     def _correlation(self, steps: StepChain) -> float:

@@ -171,12 +171,12 @@ class _Change:
             return weight + (value if self.factor == 1 else value * value.dtype.type(self.factor))
         matrices = matrices_of(adapter, self.tensors)
         if "left" in matrices:
-            left = matrices["left"].rechunk({1: -1})
+            left_factor = matrices["left"].rechunk({1: -1})
             # Rows as in the weight, so that its chunks stay whole.
             is_by_rows = all(len(sizes) == 1 for sizes in weight.chunks[1:])
-            if is_by_rows and weight.ndim and left.shape[0] == weight.shape[0]:
-                left = left.rechunk((weight.chunks[0], -1))
-            matrices["left"] = left
+            if is_by_rows and weight.ndim and left_factor.shape[0] == weight.shape[0]:
+                left_factor = left_factor.rechunk((weight.chunks[0], -1))
+            matrices["left"] = left_factor
         update = update_rows(adapter.kind, matrices, slice(None))
         total = weight + (update * update.dtype.type(self.factor)).reshape(weight.shape)
         if adapter.kind != "dora":

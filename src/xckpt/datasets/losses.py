@@ -102,11 +102,13 @@ def losses(tensors: OpenTensors) -> list[Loss]:
     for opened, stored_names in in_result.items():
         missing: dict[str, None] = {}
         for partner in uses.partners(opened):
-            others = {} if partner is None else in_result[partner]
+            partner_names = {} if partner is None else in_result[partner]
             missing |= dict.fromkeys(
                 name
                 for name, stored in stored_names.items()
-                if name not in names and name not in others and stored not in uses.tensors[opened]
+                if name not in names
+                and name not in partner_names
+                and stored not in uses.tensors[opened]
             )
         if missing:
             result.append(Loss(base_name(opened.source), len(stored_names), list(missing)))
@@ -114,12 +116,7 @@ def losses(tensors: OpenTensors) -> list[Loss]:
 
 
 def _in_result(opened: Opened, read: set[str], names: set[str]) -> dict[str, str]:
-    """Return the opened tensors by the names that they have in the result.
-
-    Tensors of a step of a run have ``step.200.`` in front, and factors of an adapter have more than
-    the name of their module. Without such a relation, as between an adapter and its base, there are
-    none.
-    """
+    """Return the opened tensors by their names in the result; empty if the names are unrelated."""
     if not read.isdisjoint(names):
         forms = {_Form("", "", "")}
     else:

@@ -137,9 +137,9 @@ def make_groups(
         }
         names[key].survey({m.name: m for m in module.values()}, in_module)
         if path in nodes:
-            taken = {*node, *children.get(path, ())}
+            used_names = {*node, *children.get(path, ())}
             group = _make_group(
-                node, taken, maker, names[key], in_module, coords=coords, marks=marks
+                node, used_names, maker, names[key], in_module, coords=coords, marks=marks
             )
             datasets[path] = assemble_dataset(group.variables, group.coords)
             dropped |= group.dropped_attrs
@@ -147,16 +147,16 @@ def make_groups(
     # The order of nodes is not the order of the file.
     encoding = _stack_encoding(listing, dropped)
     datasets["/"].encoding = {"file_order": listing.file_order, **encoding}
-    made = {path: datasets[path] for path in nodes}
+    groups = {path: datasets[path] for path in nodes}
     for path, attrs in sorted(index.arrangement.modules.items()):
         parent, slash, leaf = path.rpartition("/")
-        if path in made:
-            made[path].attrs = dict(attrs)
+        if path in groups:
+            groups[path].attrs = dict(attrs)
         elif slash and leaf not in {"", ".", ".."}:
-            ds = made.get(parent or "/") if parent != "/" else None
+            ds = groups.get(parent or "/") if parent != "/" else None
             if ds is not None and leaf not in ds.variables:
-                made[path] = xr.Dataset(attrs=attrs)
-    return made
+                groups[path] = xr.Dataset(attrs=attrs)
+    return groups
 
 
 def rooted(datasets: Mapping[str, xr.Dataset], group: str, source: str) -> dict[str, xr.Dataset]:
@@ -263,7 +263,7 @@ def _claim(
 
 def _make_group(
     arrays: Mapping[str, Listed],
-    taken: Collection[str],
+    used_names: Collection[str],
     maker: VariableMaker,
     names: AxisNamer,
     suggested: Mapping[str, tuple[str | None, ...]],
@@ -287,7 +287,7 @@ def _make_group(
         attrs = stack_attrs([None if t is None else t.attrs for t in members.tensors])
         group.variables[leaf] = maker.stack(array, dims, attrs.shared, axes)
         marks.add(array.name, group.variables[leaf])
-        add_coords(group.coords, leaf, stack, attrs, taken, marks=marks)
+        add_coords(group.coords, leaf, stack, attrs, used_names, marks=marks)
         if attrs.dropped:
             group.dropped_attrs[array.name] = attrs.dropped
     return group
@@ -349,7 +349,7 @@ def add_coords(
     name: str,
     stack: Stack,
     attrs: StackedAttrs,
-    taken: Collection[Any],
+    used_names: Collection[Any],
     *,
     marks: StackMarks,
 ) -> None:
@@ -360,7 +360,7 @@ def add_coords(
             values = np.array(indices, np.int64)
             coords[dim] = xr.IndexVariable(dim, values, encoding=encoding)
     for attr, along in attrs.varying.items():
-        coord = free_name(f"{name}:{attr}", {*taken, *coords})
+        coord = free_name(f"{name}:{attr}", {*used_names, *coords})
         coords[coord] = xr.Variable(stack.dims, along.reshape(stack.shape), encoding=encoding)
 
 

@@ -43,7 +43,7 @@ class NumberedState(NamedTuple):
 
     prefix: str  # text before ``state.0.exp_avg``
     groups: list[list[int]]  # numbers of the parameters in each group
-    names: list[str] | None  # of all parameters in order, None if the optimizer has none
+    names: list[str] | None  # all parameters in order; None if the optimizer does not name them
     states: dict[int, dict[str, xr.Variable]]  # of each parameter, by field
 
     def name_of(self, number: int, field: str) -> str:
@@ -373,7 +373,7 @@ class _Parameters:
         self._bare = {name: owners for name, owners in self._bare.items() if len(owners) == 1}
 
     def owners(self, name: str) -> tuple[_Owners, str]:
-        """Return the parameters that state belongs to, and its field; empty if there are none."""
+        """Return the parameters that state belongs to, and its field; empty without a match."""
         path = name.split(".")
         for by_name, components in ((self.by_name, path), (self._bare, _without_wrappers(path))):
             for start in range(len(components)):
@@ -461,19 +461,19 @@ def _nothing_shared(parameters: _Parameters, lost: Sequence[str]) -> str:
 
 def _attached(model: xr.Dataset, states: Sequence[_State]) -> dict[str, xr.Variable]:
     """Return the state as variables of the model, with its names and axes where they fit."""
-    named: dict[str, _State] = {}
+    states_by_name: dict[str, _State] = {}
     for state in states:
         name = state.renamed(state.name, state.suffix)
-        while name in named or name in model.variables:
+        while name in states_by_name or name in model.variables:
             name = f"{name}:"
-        named[name] = state
+        states_by_name[name] = state
     variables = {str(name) for name in model.variables}
     # Axes may have the name of a coordinate along them.
-    axes = AxisNamer(reserved={*variables, *named} - {str(dim) for dim in model.dims})
+    axes = AxisNamer(reserved={*variables, *states_by_name} - {str(dim) for dim in model.dims})
     for dim, size in model.sizes.items():
         axes.claim(str(dim), size)
     attached = {}
-    for name, state in named.items():
+    for name, state in states_by_name.items():
         same = state.owner is not None and state.owner.shape == state.variable.shape
         dims = state.owner.dims if state.owner is not None and same else state.variable.dims
         chosen = axes.name_axes(name, state.variable.shape, tuple(map(explicit_name, dims)))

@@ -107,8 +107,8 @@ def tensor_name(path: str, leaf: str, variable: xr.Variable) -> str:
     """Return the flat name of a variable of a tree: the name of its tensor, unless it was moved."""
     encoding = variable.encoding
     stated, record = encoding.get("path"), stack_of(variable)
-    known = encoding.get("tensor", "") if record is None else drop_indices(record.template)
-    name = flat_name(path, leaf, known if stated is None else "")
+    encoded_name = encoding.get("tensor", "") if record is None else drop_indices(record.template)
+    name = flat_name(path, leaf, encoded_name if stated is None else "")
     if stated is None or ".".join(stated) != name or "tensor" not in encoding:
         return name
     tensor: str = encoding["tensor"]
@@ -143,7 +143,7 @@ class _TensorListing(NamedTuple):
 
 
 class DescribedTensors(NamedTuple):
-    """What the tensors are that a result describes, without its arrays."""
+    """Descriptions of the tensors of a result, without its arrays."""
 
     structure: Structure
     #: Owners of the bytes of tied tensors.
@@ -366,7 +366,7 @@ class OpenTensors:
 
     @property
     def origin(self) -> DescribedTensors:
-        """What the tensors are."""
+        """Descriptions of the tensors."""
         return DescribedTensors(self.structure, self.shared, self.run, self.risks)
 
     @property
@@ -377,7 +377,7 @@ class OpenTensors:
 
     @cached_property
     def structure(self) -> Structure:
-        """What each tensor is in its model."""
+        """Places of the tensors in their model."""
         file_format = str(self._root.encoding.get("format", ""))
         return Structure(self.rows, model_facts(self.attrs, format=file_format))
 
@@ -441,10 +441,10 @@ class OpenTensors:
             dtype: Any = encoding["stored_dtype"] if is_stated else variable.dtype
             dtype = encoding.get("scheme", dtype)
             nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
-            whole = encoding.get("original_shape", shape)
+            original = encoding.get("original_shape", shape)
             is_stacked = stack_of(variable) is not None
-            if whole != shape and not is_stacked:  # a selection, or several in one
-                nbytes = _part_of(nbytes, shape, whole)
+            if original != shape and not is_stacked:  # a selection, or several in one
+                nbytes = _part_of(nbytes, shape, original)
             if dtype not in dtype_names:
                 dtype_names[dtype] = str(dtype)
             # Decide the usual case here, for speed.
@@ -479,9 +479,9 @@ class OpenTensors:
         nbytes = row.nbytes // max(1, count)
         if "nbytes" not in variable.encoding:  # a computed variable
             nbytes = variable.dtype.itemsize * prod(shape)
-        whole = variable.encoding.get("original_shape")
-        if whole is not None and whole[len(record.dims) :] != shape:
-            nbytes = _part_of(nbytes, shape, whole[len(record.dims) :])
+        original = variable.encoding.get("original_shape")
+        if original is not None and original[len(record.dims) :] != shape:
+            nbytes = _part_of(nbytes, shape, original[len(record.dims) :])
         listing.members[row.name] = members
         for member in members.numbers:
             # A single step of a run has the name of its variable.
@@ -543,7 +543,7 @@ class FileTensors(OpenTensors):
 
     @property
     def origin(self) -> DescribedTensors:
-        """What the tensors are, without the variables of the Dataset."""
+        """Descriptions of the tensors, without the variables of the Dataset."""
         return DescribedTensors(self.structure, self.index.shared, risks=self.risks)
 
     @property
@@ -553,7 +553,7 @@ class FileTensors(OpenTensors):
 
     @cached_property
     def structure(self) -> Structure:
-        """What each tensor of the file is in its model."""
+        """Places of the tensors of the file in their model."""
         return structure_of(self.index)
 
     @property
@@ -598,8 +598,8 @@ def find(
 ) -> Obj:
     """Select variables by name, element type and size, in time proportional to their number."""
     flat = flatten(obj)
-    given: Collection[Any] = dtype if isinstance(dtype, list | tuple | set) else [dtype]
-    dtypes = {_dtype(dtype) for dtype in given if dtype is not None}
+    requested: Collection[Any] = dtype if isinstance(dtype, list | tuple | set) else [dtype]
+    dtypes = {_dtype(dtype) for dtype in requested if dtype is not None}
     min_nbytes = parse_bytes(min_bytes)
     keys = {str(name): name for name in flat.variables}
     chosen = combined(tensors, exclude)
@@ -673,9 +673,9 @@ def stored_array(variable: xr.Variable) -> LazyArray | None:
     return None
 
 
-def _part_of(nbytes: int, shape: tuple[int, ...], whole: tuple[int, ...]) -> int:
+def _part_of(nbytes: int, shape: tuple[int, ...], original: tuple[int, ...]) -> int:
     """Return the stored size of the elements of a shape, in proportion to the whole tensor."""
-    return -(-nbytes * prod(shape) // max(1, prod(whole)))
+    return -(-nbytes * prod(shape) // max(1, prod(original)))
 
 
 def _storage(encoding: Mapping[Any, Any]) -> str:

@@ -164,7 +164,7 @@ def describe_folder(name: str, files: Collection[str], folders: Collection[str])
 
 
 def code_of(head: bytes, source: Readable) -> tuple[str, ...]:
-    """Return the code that runs when a file is unpickled; empty if it is no pickle."""
+    """Return the code that runs when a file is unpickled; empty for other files."""
     notes = kit.Notes()
     if _PICKLES.match(head) is not None:
         scan(lambda _: bytes(source.read(0, source.size)), source.size, source.name, notes)

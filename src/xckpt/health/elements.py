@@ -145,7 +145,7 @@ class _OneValue(Rule):
 
     @staticmethod
     def _is_bias_of_initial_norm(evidence: Evidence, row: int) -> bool:
-        """Return whether the finding about the gain of a norm says the same about its bias."""
+        """Return whether the finding about the gain of a norm covers its bias."""
         gain = evidence.gain_of(row)
         is_other = gain is not None and gain != row
         return is_other and bool(evidence["min"][gain] == 1 == evidence["max"][gain])
@@ -178,8 +178,10 @@ class Untrained(Rule):
         for siblings in evidence.families.values():
             if _are_untrained(evidence, siblings):
                 row, number = siblings[0], len(siblings)
-                others = counted(number - 1, "sibling")
-                sentence = f"all elements are 0, and those of its {others}: were they trained?"
+                sibling_count = counted(number - 1, "sibling")
+                sentence = (
+                    f"all elements are 0, and those of its {sibling_count}: were they trained?"
+                )
                 yield self.finding(evidence, row, number, sentence)
 
 
@@ -241,10 +243,10 @@ class LoneElement(Rule):
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         std, largest, following = evidence["std"], evidence["absmax"], evidence["next_largest"]
-        ratio, rest = largest / std, following / std
+        ratio, following_ratio = largest / std, following / std
         smaller = np.minimum(evidence["row_count"], evidence["column_count"])
         is_matrix = smaller >= self.fewest_channels
-        is_lone = (std > 0) & (ratio > self.threshold) & (rest < self.others)
+        is_lone = (std > 0) & (ratio > self.threshold) & (following_ratio < self.others)
         # `trunc_normal_` of PyTorch leaves elements at its bounds.
         is_lone &= not evidence.is_new
         for row in np.flatnonzero(is_lone & is_matrix):
@@ -252,7 +254,7 @@ class LoneElement(Rule):
             words = " and ".join(evidence.channel_words(int(row)))
             sentence = (
                 f"the element in {words} {place} is {ratio[row]:.0f} standard deviations, and "
-                f"the largest elsewhere {rest[row]:.1f}"
+                f"the largest elsewhere {following_ratio[row]:.1f}"
             )
             yield self.finding(evidence, row, ratio[row], sentence)
 

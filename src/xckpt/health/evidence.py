@@ -125,10 +125,10 @@ class Evidence:
             shapes += [tuple(shape.tolist())] * count
         counts = columns.get("count", np.zeros(len(names)))
         if np.isnan(counts).any():  # members of stacks that were not selected
-            kept = np.flatnonzero(~np.isnan(counts)).tolist()
-            columns = {key: column[kept] for key, column in columns.items()}
-            names, dtypes = [names[n] for n in kept], [dtypes[n] for n in kept]
-            shapes = [shapes[n] for n in kept]
+            counted = np.flatnonzero(~np.isnan(counts)).tolist()
+            columns = {key: column[counted] for key, column in columns.items()}
+            names, dtypes = [names[n] for n in counted], [dtypes[n] for n in counted]
+            shapes = [shapes[n] for n in counted]
         has_steps = run is not None and all(name.startswith(f"{run}.") for name in names)
         origin = result.encoding.get("origin")
         steps = run if has_steps else None
@@ -151,21 +151,21 @@ class Evidence:
 
     @cached_property
     def structure(self) -> Structure:
-        """What each tensor is, by its name without the step of a run."""
-        known = self.origin.structure if self.origin is not None else Structure(())
+        """Descriptions of the tensors, by their names without the step of a run."""
+        original = self.origin.structure if self.origin is not None else Structure(())
         described = {}
         for row, name in enumerate(self.names):
-            owner = name if name in known else name.rpartition(":")[0]
-            declared = known.described(owner).declared if owner in known else None
+            owner = name if name in original else name.rpartition(":")[0]
+            declared = original.described(owner).declared if owner in original else None
             plain, dtype = self.plain_name(row), self.dtypes[row]
             shape = self.shapes[row]
             if not dtype:  # the shape is unknown, but `is_vector` still works
                 shape = (2,) if self.is_vector(row) else (2, 2)
             described[plain] = Described(plain, dtype, shape, declared)
-        if len(self.names) < len(known) and self.run is None:
+        if len(self.names) < len(original) and self.run is None:
             # Neighbours that have no statistics.
-            described = {n: known.described(n) for n in known} | described
-        return Structure(described.values(), known.facts)
+            described = {n: original.described(n) for n in original} | described
+        return Structure(described.values(), original.facts)
 
     @cached_property
     def plain_names(self) -> list[str]:

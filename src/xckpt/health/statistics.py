@@ -39,7 +39,7 @@ class UnlikeStatistic(Rule):
 
     name, severity = "unlike_statistic", "warning"
     roles = frozenset({Role.STATISTIC})
-    #: Factors of the means and of the variances. Those of a first layer can be large.
+    #: Factors of the means and of the variances. A first layer can have large ones.
     far_mean, far_variance = 1e4, 1e7
     fewest = 4
 

@@ -260,7 +260,7 @@ def correct(index: Index, corrections: Any) -> Index:
 
 
 def _checked(corrections: Any) -> dict[str, dict[str, str]]:
-    """Return corrections, or raise if they are no globs with fields of a `TensorInfo`."""
+    """Return corrections, or raise unless they map globs to fields of a `TensorInfo`."""
     if not isinstance(corrections, Mapping):
         raise TypeError(
             "structure maps globs of tensor names to what they are, such as "

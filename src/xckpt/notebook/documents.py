@@ -99,7 +99,7 @@ class Table(NamedTuple):
     most: int | None = None  # number of listed rows; HTML folds the rows after them
     wanted: Sequence[str] = ()  # titles of fields that a narrow line shows before others
     colors: Sequence[int] = ()  # a colour for each row, as a place in the bar
-    hidden: int = 0  # number of further columns of what the table is of
+    hidden: int = 0  # number of columns that the table does not show
 
 
 class BarPart(NamedTuple):

@@ -137,7 +137,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a model takes while it runs: its weights, and its state of the tokens so far.
+    """Memory of a running model: its weights, and its state of the tokens so far.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ class Memory:
 
     @property
     def unknown(self) -> str:
-        """Why the size of the cache is unknown; empty if it is known, or there is none."""
+        """Reason why the size of the cache is unknown; empty if it is known, or without a cache."""
         return self.cache.unknown if self.context else ""
 
     def caches(self) -> tuple[GroupTotal, ...]:

@@ -190,8 +190,8 @@ def new_summary(
     families = families_of(rows, structure)
     footprint = weigh(families, attrs if config is None else config)
     footprint = replace(footprint, components=components_of(rows, structure))
-    own = [_of_repeated(f, structure) for f in families if f.role not in OF_TRAINING]
-    modules, chosen = module_sets(own, stacked), selection(own)
+    repeated = [_of_repeated(f, structure) for f in families if f.role not in OF_TRAINING]
+    modules, chosen = module_sets(repeated, stacked), selection(repeated)
     if len(rows) <= _FEW:
         patterns = one_by_one(rows)
     else:
@@ -540,9 +540,9 @@ class ModuleTree(Shown):
         rows = list(islice(_lines(self._root, 0), _MOST_LINES + 1))
         if not rows:
             return [Sentence("", "no tensors")]
-        rest = "… and more: choose a smaller depth, or a part with find()"
+        omitted = "… and more: choose a smaller depth, or a part with find()"
         fields = [Field("", "tree"), Field("", "number"), Field("", "size")]
-        return [Table(fields, rows[:_MOST_LINES], rest if len(rows) > _MOST_LINES else "")]
+        return [Table(fields, rows[:_MOST_LINES], omitted if len(rows) > _MOST_LINES else "")]
 
 
 def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, int]]:

@@ -123,9 +123,9 @@ class _Writer:
         text = sentence_text(sentence, room * (_MOST_LINES - 1) - len(label))
         lines = wrapped(label + text, room, _MOST_LINES, "" if sentence.kind == "lead" else _INDENT)
         for line in lines:
-            rest = line.removeprefix(severity)
-            start = self.styled(severity, _COLORS.get(severity, "")) if rest != line else ""
-            yield indent + start + rest
+            remaining = line.removeprefix(severity)
+            start = self.styled(severity, _COLORS.get(severity, "")) if remaining != line else ""
+            yield indent + start + remaining
             severity = ""
 
     def folded(self, folded: Folded) -> Iterator[str]:

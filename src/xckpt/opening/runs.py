@@ -72,12 +72,12 @@ def run_in(listing: FolderListing) -> Run | None:
         return None
     unfinished = [name for name in (*listing.files, *listing.folders) if is_unfinished(name)]
     unfinished += [name for name in names if name not in finished]
-    others = [
-        "*".join(map(escape, other[0]))
-        for other, members in runs.items()
-        if other != form and len(members) > 1 and other[1] == form[1]
+    other_series = [
+        "*".join(map(escape, candidate[0]))
+        for candidate, members in runs.items()
+        if candidate != form and len(members) > 1 and candidate[1] == form[1]
     ]
-    series = ["*".join(map(escape, form[0])), *others] if others else []
+    series = ["*".join(map(escape, form[0])), *other_series] if other_series else []
     aside = [
         name
         for name in listing.files

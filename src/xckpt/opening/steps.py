@@ -325,8 +325,8 @@ def _with_metrics(attrs: dict[str, Any]) -> dict[str, Any]:
     metrics = attrs.get("metrics")
     if not isinstance(metrics, Mapping):
         return attrs
-    others = {name: value for name, value in attrs.items() if name != "metrics"}
-    return {**{str(name): value for name, value in metrics.items()}, **others}
+    remaining = {name: value for name, value in attrs.items() if name != "metrics"}
+    return {**{str(name): value for name, value in metrics.items()}, **remaining}
 
 
 def _common(

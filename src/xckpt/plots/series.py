@@ -117,7 +117,7 @@ def choose(obj: Any, names: TensorFilter | None) -> Chosen:
 
 
 def require_any(chosen: Collection[str]) -> None:
-    """Raise if there is nothing to draw."""
+    """Raise if the selection is empty."""
     if not len(chosen):
         raise ValueError("the object has no tensors")
 
@@ -347,8 +347,8 @@ def positions_of(
     if base is None:
         return None
     parsed = {name: structure.siblings_key(name) for name in names}
-    if named := {module for module in (along, hue) if module is not None}:
-        only = named.union(structure.repeated_modules())
+    if axis_modules := {module for module in (along, hue) if module is not None}:
+        only = axis_modules.union(structure.repeated_modules())
         parsed = {name: structure.parse(name, only) for name in names}
     mine = {name: parts for name, parts in parsed.items() if base in parts.modules}
     if not mine or along is not None:

@@ -100,8 +100,8 @@ def _group_size(
 def _match_gptq(model: Model, module: str, codes: Tensor, scales: Tensor) -> Weight:
     """Return the weight that follows from any of the configs that may apply to a module."""
     match = partial(_gptq_weight, model, module, codes, scales)
-    (_, weight), *others = model.fit(_gptq_configs(model, module), match)
-    if others:
+    (_, weight), *alternatives = model.fit(_gptq_configs(model, module), match)
+    if alternatives:
         reason = "its parameters depend on a pattern of 'dynamic' that is too complex to match"
         raise LayoutError("dynamic", reason)
     return weight

@@ -1,4 +1,4 @@
-"""The statistics of a tensor: their names, what they mean, and how each follows from its elements.
+"""The statistics of a tensor: their names, their meanings, and their definitions by elements.
 
 A new statistic is a line in `STATISTICS`. It gets the `Elements` of several tensors, and returns
 an array with a number for each of them. Next to it stands how the numbers of several tensors merge.

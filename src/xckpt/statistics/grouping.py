@@ -193,7 +193,7 @@ def structure_of_names(names: Iterable[str], origin: DescribedTensors | None) ->
 
 
 def _labels(key: str, names: Sequence[str], structure: Structure) -> list[Any]:
-    """Return the label of each tensor; None for a tensor that has none."""
+    """Return the label of each tensor; None for an unlabelled tensor."""
     if key == "layer":
         labels = _layer_labels(names, structure)
     elif key in _KEYS:
@@ -341,7 +341,7 @@ def place_tensors(
     origin: DescribedTensors | None,
     has_values: Array | None = None,
 ) -> Places:
-    """Return the groups of tensors; tied copies, and tensors without values, have none."""
+    """Return the groups of tensors, without tied copies and tensors without values."""
     keys = list_keys(keys)
     if not keys or len(set(keys)) < len(keys):
         raise ValueError("by() takes different keys: 'layer', 'role', 'module', 'expert', ...")

@@ -43,7 +43,7 @@ _TABLE_SIZE = 1 << 20
 
 
 class _RowOptions(NamedTuple):
-    """How the rows of a variable are described."""
+    """Options that describe the rows of a variable."""
 
     length: int
     #: The stored type of the elements.
@@ -119,7 +119,7 @@ def describe_rows(
 
 
 def _stream_of_rows(entry: Described) -> ElementStream:
-    """Return the elements of a variable, those of each row one after another."""
+    """Return the elements of a variable, row after row."""
     variable, lazy = entry.variable, entry.stored
     rows = variable.transpose(*entry.dims, ...)
     axes = [variable.dims.index(dim) for dim in rows.dims]

@@ -156,11 +156,11 @@ def best_factors(
     available = squares[::-1][: max(1, np.count_nonzero(is_above))]
     rank = choose(available, total)
     basis = vectors[:, ::-1][:, :rank]
-    left = np.concatenate([(_wide(block) @ basis).astype(np.float32) for block in blocks()])
-    norms = np.sqrt(np.square(left, dtype=np.float64).sum(axis=0))
+    projected = np.concatenate([(_wide(block) @ basis).astype(np.float32) for block in blocks()])
+    norms = np.sqrt(np.square(projected, dtype=np.float64).sum(axis=0))
     balance = np.sqrt(np.where(norms > 0, norms, 1))
     return Factorized(
-        left / balance.astype(np.float32),
+        projected / balance.astype(np.float32),
         (basis * balance).T.astype(np.float32),
         total,
         float(np.square(norms).sum()),

@@ -137,9 +137,9 @@ def frame_table(
         if name == drawn:
             fields.append(Field("", "bar"))
             cells.append(_shares(values))
-    rest = more(len(frame) - len(top), where=where)
+    omitted = more(len(frame) - len(top), where=where)
     hidden = len(set(map(str, frame)) - {field.title for field in fields}) if where else 0
-    return Table(fields, list(zip(*cells, strict=True)), rest, wanted=wanted, hidden=hidden)
+    return Table(fields, list(zip(*cells, strict=True)), omitted, wanted=wanted, hidden=hidden)
 
 
 def _shares(values: Sequence[float]) -> list[Cell]:

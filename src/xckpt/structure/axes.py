@@ -274,7 +274,7 @@ class Channels(NamedTuple):
 
 
 def channels_by_axes(axes: Sequence[str | None]) -> Channels | None:
-    """Return the channels of a weight whose axes have names; None if the names do not tell."""
+    """Return the channels of a weight by the names of its axes; None if the names are unknown."""
     place = {name: position for position, name in enumerate(axes) if name is not None}
     heads = tuple([place[name] for name in _HEADS if name in place])
     several = tuple([place[name] for name in axes if name in _SEVERAL])

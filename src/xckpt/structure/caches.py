@@ -2,7 +2,7 @@
 
 `cache_of` follows the config of Hugging Face, or the keys of GGUF, as the code does that runs such
 models: transformers and llama.cpp. The widths of keys and values that a config leaves to a default
-are those of the tensors. Whatever is not stated is unknown, and `ModelCache.unknown` names it.
+follow from the tensors. Anything else that is not stated is unknown; `ModelCache.unknown` names it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PERIODS = {
     **dict.fromkeys(("gemma3", "gemma3_text"), 6),
 }
 _ALWAYS_SLIDING = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
-# llama.cpp gives these families no windows, whatever their keys say.
+# llama.cpp ignores keys of windows in these families.
 _NEVER_SLIDING_IN_GGUF = frozenset({"llama", "phi3", "qwen2", "qwen3"})
 _OF_RECURRENCES = ("mamba_", "ssm_", "linear_num_", "inner", "short_")
 _WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv6", "rwkv7"})
@@ -213,7 +213,7 @@ def _of_config(config: Mapping[str, Any], structure: Structure) -> tuple[_Layers
         facts[size] = next((facts[key] for key in keys if facts.get(key) is not None), None)
     if facts.get("multi_query") is True and facts.get("new_decoder_architecture") is not True:
         facts["heads_kv"] = 1
-    # Qwen 2 has windows only if it says so.
+    # Qwen 2 has windows only if the config enables them.
     if facts.get("use_sliding_window", not family.startswith("qwen")) is not True:
         facts["window"] = None
     recurrences = (_RWKV,) if family == "rwkv" else _RECURRENCES
@@ -281,7 +281,7 @@ class _Layers:
         return self._windowed_kinds() if "window" in self._sizes else [FULL for _ in layers]
 
     def _hybrid_kinds(self) -> list[str] | None:
-        """Return the kinds of layers of which only some have attention; None if none do so."""
+        """Return the kinds of the layers if only some have attention; None otherwise."""
         facts, sizes, layers = self._facts, self._sizes, range(self._count)
         indices, heads = facts.get("attn_layer_indices"), facts.get("heads_kv")
         if isinstance(indices, list):

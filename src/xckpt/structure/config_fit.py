@@ -1,4 +1,4 @@
-"""Whether the config of a model fits tensors that were computed from those of the model.
+"""Fit of the config of a model to tensors that were computed from the tensors of the model.
 
 The tensors that the config was written for show what its sizes mean: a number of layers counts
 modules, and other sizes are extents of axes. A new size is certain if all of these agree on it.
@@ -198,6 +198,6 @@ def _fit_size(
         _correct(fit, sizes[axis], next(iter(extents))[1])
         return
     stated = [f"{sizes[n].key} {sizes[n].value}" for n in axis.split("*") if n in sizes]
-    found = " and ".join([str(new) for _, new in sorted(extents)])
+    new_sizes = " and ".join([str(new) for _, new in sorted(extents)])
     was = "" if axis in sizes else f" instead of {min(extents)[0]}"
-    fit.problems.append(f"{' and '.join(stated) or axis}: the tensors have {found}{was}")
+    fit.problems.append(f"{' and '.join(stated) or axis}: the tensors have {new_sizes}{was}")

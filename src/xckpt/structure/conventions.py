@@ -280,7 +280,7 @@ _COMPONENTS = frozenset(
 
 
 def module_type_by_name(name: str, shape: tuple[int, ...]) -> str:
-    """Return the type of a module by its path; empty if the path does not tell."""
+    """Return the type of a module by its path; empty if unknown."""
     # The router of a mixture has a row for each expert.
     may_route = len(shape) == 2 and 2 <= shape[0] < shape[1]
     return _module_type(_NUMBER.sub("0", name), len(shape), may_route=may_route)
@@ -357,7 +357,7 @@ _SLOTS_OF_FEED_FORWARD = (
 
 
 def slot_by_name(name: str) -> str:
-    """Return the place of a tensor in the architecture; empty if the path does not tell."""
+    """Return the place of a tensor in the architecture; empty if unknown."""
     words = split_name(name)
     has_param = _PARAM.search(name) is not None or names_bias(words[-1])
     modules = words[:-1] if has_param else words

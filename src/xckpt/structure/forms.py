@@ -3,7 +3,7 @@
 Names that differ only in the indices of modules have one form, and are grouped without taking each
 name apart. A number is an index only if it repeats modules of the model: most members of its
 container have the same parts as another member. ``layers``, ``blocks`` and other words of
-frameworks name containers of modules, whatever is in them. A numbered tensor is no module:
+frameworks name containers of modules, whatever is in them. A numbered tensor is not a module:
 ``vars/0`` and ``vars/1`` are variables of one layer, and numbers of values in a graph are no
 indices.
 """
@@ -155,14 +155,14 @@ class RepeatedModules:
         """Turn all numbers in a name into text that are not indices of repeated modules."""
         if not parsed.indices:
             return parsed
-        kept = self.kept(parsed.template)
-        if all(kept):
+        mask = self.kept(parsed.template)
+        if all(mask):
             return parsed
-        pieces, remaining = [], iter(zip(parsed.indices, kept, strict=True))
+        pieces, remaining = [], iter(zip(parsed.indices, mask, strict=True))
         for piece in parsed.template:
             index, is_kept = next(remaining) if piece is None else (piece, True)
             pieces.append(None if piece is None and is_kept else index)
-        chosen = [number for number, is_kept in enumerate(kept) if is_kept]
+        chosen = [number for number, is_kept in enumerate(mask) if is_kept]
         return ParsedName(
             tuple(pieces),
             tuple([parsed.modules[number] for number in chosen]),
@@ -171,12 +171,12 @@ class RepeatedModules:
 
     def kept(self, template: Template) -> tuple[bool, ...]:
         """Return whether each number in a template is the index of a repeated module."""
-        kept = self._kept.get(template)
-        if kept is None:
+        mask = self._kept.get(template)
+        if mask is None:
             positions = [place for place, piece in enumerate(template) if piece is None]
-            kept = tuple([self._keeps(template, position) for position in positions])
-            self._kept[template] = kept
-        return kept
+            mask = tuple([self._keeps(template, position) for position in positions])
+            self._kept[template] = mask
+        return mask
 
     def _keeps(self, template: Template, position: int) -> bool:
         if not any(piece for piece in template[position + 1 :] if piece):
@@ -196,8 +196,8 @@ class RepeatedModules:
         ]
         with_twin = 0
         for number, parts in enumerate(members):
-            others = (other for place, other in enumerate(members) if place != number)
-            with_twin += any(_are_alike(parts, other) for other in others)
+            siblings = (sibling for place, sibling in enumerate(members) if place != number)
+            with_twin += any(_are_alike(parts, sibling) for sibling in siblings)
             if number >= _MOST_MEMBERS:
                 break
         return with_twin > 1 and 2 * with_twin > min(len(members), _MOST_MEMBERS + 1)
@@ -250,21 +250,18 @@ def on_ranks(name: str) -> tuple[PieceName, ...]:
     by_number: list[PieceName] = []
     for position, word in enumerate(words):
         match = _RANK.fullmatch(word)
-        rest = [*words[:position], *words[position + 1 :]]
+        remaining = [*words[:position], *words[position + 1 :]]
         if match is not None:
             if match["stem"]:
-                rest.insert(position, match["stem"])
-            by_word.append(PieceName(separator.join(rest), int(match["rank"])))
+                remaining.insert(position, match["stem"])
+            by_word.append(PieceName(separator.join(remaining), int(match["rank"])))
         elif _NUMBER.fullmatch(word):
-            by_number.append(PieceName(separator.join(rest), int(word)))
+            by_number.append(PieceName(separator.join(remaining), int(word)))
     return (*by_word, *by_number[::-1])
 
 
 def module_of_flat(name: str) -> str | None:
-    """Return the path of the module whose parameters a tensor has one after the other.
-
-    None if the tensor is no flat parameter of FSDP.
-    """
+    """Return the path of the module of a flat parameter of FSDP; None for other tensors."""
     *modules, last = split_name(name)
     if _FLAT.fullmatch(last) is None:
         return None

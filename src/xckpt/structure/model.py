@@ -135,7 +135,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
 
     @property
     def contradicts_config(self) -> bool:
-        """Whether a config states a known type of model that has other tensors than this one."""
+        """True if this model lacks the tensors of the known type that its config states."""
         if self.models is not None or not self.facts.config:
             return False
         from xckpt.structure.families import has_table
@@ -304,7 +304,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
 
     @property
     def has_layers(self) -> bool:
-        """Whether the file states the layers of the model by name."""
+        """True if the file states the layers of the model by name."""
         return bool(self._layers)
 
     @cached_property
@@ -380,7 +380,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         return is_counter and conventions.names_counter(self.param(name))
 
     def is_factor(self, name: str) -> bool:
-        """Return whether codes are multiplied by a tensor, which is no zero point."""
+        """Return whether a tensor multiplies codes; a zero point does not."""
         is_float = self._tensors[name].dtype.startswith(("float", "bfloat"))
         is_scale = self.roles[name] is Role.SCALE and is_float
         return is_scale and not conventions.names_zero_point(split_leaf(name)[2])
@@ -447,7 +447,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         )
 
     def _axes(self, tensor: Described, place: Place | None) -> tuple[str | None, ...]:
-        """Return the names of the axes, of which those by facts come first."""
+        """Return the names of the axes; names by facts come first."""
         if any(tensor.axes) or place is None or place.axes is None:
             return tensor.axes
         return place.axes

@@ -287,5 +287,5 @@ class CountingSource(Source):
             memory[number * nbytes : (number + 1) * nbytes] = data
 
     def sibling(self, name: str) -> Source:
-        """There is no folder."""
+        """Raise; the source has no folder."""
         raise FileNotFoundError(name)

@@ -63,7 +63,7 @@ class Origin:
 
     folder: Path
     file_names: Sequence[str]
-    #: The tensors that are in the file, and those of the model; quantised ones differ.
+    #: Tensors as the file and as the model has them; they differ if quantised.
     stored: Sequence[Described]
     decoded: Sequence[Described]
 

@@ -238,10 +238,7 @@ def _iter_tensors(
     *,
     same_format: bool,
 ) -> Iterator[Unchanged | Computed]:
-    """Yield the tensors of all variables; variables for all parts of a tensor are joined.
-
-    `changes.lost` gets the errors of tensors that cannot be read.
-    """
+    """Yield the tensors of all variables, with parts joined; errors go to `changes.lost`."""
     joined = _join_parts(variables)
     tensor_of = {part: tensor for tensor, parts in joined.items() for part in parts.values()}
     for name, variable in variables.items():

@@ -1,4 +1,4 @@
-"""Tensors to write, with the streams of their bytes; those of a file keep their stored bytes."""
+"""Tensors to write, with the streams of their bytes; tensors of a file keep their stored bytes."""
 
 from __future__ import annotations
 

@@ -59,21 +59,21 @@ def converted(work: Work) -> Explanations:
             fused = partial(_fused, layouts, side, shapes)
             joints = divisions(_arrays(wholes), _arrays(parts), fused)
             joints |= layouts.joints(side, shapes, _shapes(parts))
-            for tried in _verified(work, joints.values(), wholes, parts, side):
-                held = _described(work, tried, wholes, parts, side)
-                if tried.holds:
-                    explanations |= held
-                elif tried.held * 2 >= len(tried.links):
-                    work.partly_held.append(held)
+            for attempt in _verified(work, joints.values(), wholes, parts, side):
+                described = _described(work, attempt, wholes, parts, side)
+                if attempt.holds:
+                    explanations |= described
+                elif attempt.held * 2 >= len(attempt.links):
+                    work.partly_held.append(described)
     return explanations
 
 
 def partly_converted(work: Work) -> Explanations:
-    """Describe known conversions of which some pieces differ, unless a search explains them."""
-    for held in work.partly_held:
-        earlier = [work.explanations[n] for n in held if n in work.explanations]
+    """Describe known conversions with pieces that differ, unless a search explains them."""
+    for described in work.partly_held:
+        earlier = [work.explanations[n] for n in described if n in work.explanations]
         if not any(explanation.verified for explanation in earlier):
-            work.explanations |= held
+            work.explanations |= described
     return {}
 
 
@@ -155,18 +155,18 @@ def _link(
     side: int,
 ) -> Link:
     """Return a link between the elements of a piece in both tensors, readable in either order."""
-    whole, part = wholes[piece.whole].reader, parts[piece.part].reader
-    view = arranged(whole.array, piece.steps)
-    run = _run_of(tuple(whole.array.shape), piece.steps)
+    combined, part = wholes[piece.whole].reader, parts[piece.part].reader
+    view = arranged(combined.array, piece.steps)
+    run = _run_of(tuple(combined.array.shape), piece.steps)
     of_part = arranged(part.array, piece.of_part)
     run_of_part = _run_of(tuple(part.array.shape), piece.of_part)
-    orders = [(Side(view, whole, run), Side(of_part, part, run_of_part))]
+    orders = [(Side(view, combined, run), Side(of_part, part, run_of_part))]
     cut = max([n for n, step in enumerate(piece.steps, 1) if isinstance(step, Cropped)], default=0)
     back = undone(of_part, piece.steps[cut:])
     if back is not None and cut < len(piece.steps):
-        place = arranged(whole.array, piece.steps[:cut])
-        run = _run_of(tuple(whole.array.shape), piece.steps[:cut])
-        orders.append((Side(place, whole, run), Side.of(back, part)))
+        place = arranged(combined.array, piece.steps[:cut])
+        run = _run_of(tuple(combined.array.shape), piece.steps[:cut])
+        orders.append((Side(place, combined, run), Side.of(back, part)))
     names = (piece.whole, piece.part)
     if side:
         orders, names = [order[::-1] for order in orders], names[::-1]
@@ -191,19 +191,19 @@ def _run_of(shape: tuple[int, ...], steps: Sequence[Step]) -> int | None:
 
 def _described(
     work: Work,
-    tried: Attempt[Conversion],
+    attempt: Attempt[Conversion],
     wholes: Mapping[str, _Tensor],
     parts: Mapping[str, _Tensor],
     side: int,
 ) -> Explanations:
     """Explain the tensors of a conversion; a piece that does not hold is a change."""
-    conversion = tried.suggestion
+    conversion = attempt.suggestion
     cause = "fused" if side else "split"
     extra = ("regrouped",) if conversion.is_regrouped else ()
     fault = () if conversion.is_in_order else ("misplaced",)
     order = "" if conversion.is_in_order else "; not in the order of its siblings"
     results: dict[str, list[tuple[Piece, Link, Explanation | None]]] = {}
-    for piece, link in zip(conversion.pieces, tried.links, strict=True):
+    for piece, link in zip(conversion.pieces, attempt.links, strict=True):
         steps = [step for step in piece.steps if step.cause == "transposed"]
         explanation = related(work.places, link, link.relation, steps) if link.relation else None
         for name in (f"0{piece.whole}", f"1{piece.part}"):
@@ -211,27 +211,30 @@ def _described(
     explanations: Explanations = {}
     for key, entries in results.items():
         is_part, name = key[0] == "1", key[1:]
-        others = list(dict.fromkeys(
+        partner_names = list(dict.fromkeys(
             [piece.whole if is_part else piece.part for piece, *_ in entries]))  # fmt: skip
-        head = f"{quoted(others)} of {SIDES[side if is_part else 1 - side]}, {conversion.words}"
+        place = SIDES[side if is_part else 1 - side]
+        head = f"{quoted(partner_names)} of {place}, {conversion.words}"
         if is_part:
             head = f"part of {head}"
-        held = [explanation for *_, explanation in entries if explanation is not None]
-        changes = dict.fromkeys(change for explanation in held for change in explanation.changes)
-        texts = list(dict.fromkeys(e.text for e in held if e.changes))[:2]
+        explained = [explanation for *_, explanation in entries if explanation is not None]
+        changes = dict.fromkeys(change for e in explained for change in e.changes)
+        texts = list(dict.fromkeys(e.text for e in explained if e.changes))[:2]
         failed = [(piece, link) for piece, link, explanation in entries if explanation is None]
         if failed and is_part:
             texts.append(unlike(failed[0][1]))
         elif failed:
             texts.append(f"different from {quoted([piece.part for piece, _ in failed])}")
         causes = (cause, *fault, *extra, *changes, *(("unknown",) if failed else ()))
-        is_known = all(e.is_known for e in held if {"offset", "scaled"} & set(e.causes))
+        is_known = all(e.is_known for e in explained if {"offset", "scaled"} & set(e.causes))
         tensor = (parts if is_part else wholes)[name]
         explanations[tensor.number] = replace(
             Explanation(tuple(dict.fromkeys(causes)), "; ".join([head, *texts]) + order),
             holds=not failed and conversion.is_in_order,
             is_known=is_known,
-            other_names=tuple(others),
-            joint=() if is_part else (conversion.words, *[spelled(n).template for n in others]),
+            other_names=tuple(partner_names),
+            joint=()
+            if is_part
+            else (conversion.words, *[spelled(n).template for n in partner_names]),
         )
     return explanations

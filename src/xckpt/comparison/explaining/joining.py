@@ -79,13 +79,13 @@ def joined(work: Work) -> Explanations:
 
 
 def _representatives(wholes: list[Sketched], parts: list[Sketched]) -> list[Sketched]:
-    """Return the wholes to search the parts of; analogy finds those of their siblings."""
+    """Return the wholes whose parts are searched; analogy finds the parts of their siblings."""
     if len(wholes) * len(parts) <= _MOST_PAIRS:
         return wholes
     by_form: dict[str, list[Sketched]] = defaultdict(list)
-    for whole in wholes:
-        by_form[spelled(whole.name).template].append(whole)
-    return [whole for form in by_form.values() for whole in form[:2]][:_MOST_SEARCHED]
+    for combined in wholes:
+        by_form[spelled(combined.name).template].append(combined)
+    return [combined for form in by_form.values() for combined in form[:2]][:_MOST_SEARCHED]
 
 
 def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
@@ -100,35 +100,35 @@ def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
             explanations |= _explanations(
                 work, joint, of_parts, side, is_broken=number + len(earlier) in broken
             )
-        whole = explanations.get(joint.whole.number)
-        if whole is not None and whole.verified:
+        explanation = explanations.get(joint.whole.number)
+        if explanation is not None and explanation.verified:
             work.joints.append((side, joint))
     return explanations
 
 
 def _link(work: Work, joint: Joint, member: JointPart, side: int) -> Link:
     """Return a link between a part and its place in the joined tensor, readable in either order."""
-    whole, part = joint.whole, member.part
-    start, shape = [0] * len(whole.shape), _place(joint, member)
+    combined, part = joint.whole, member.part
+    start, shape = [0] * len(combined.shape), _place(joint, member)
     start[joint.axis] = member.start
-    place = part_of(arranged(whole.reader.array, joint.steps), tuple(start), shape)
-    run = member.start * prod(whole.shape[1:]) if joint.axis == 0 and not joint.steps else None
-    in_whole, in_part = Side(place, whole.reader, run), Side.whole(part.reader)
+    place = part_of(arranged(combined.reader.array, joint.steps), tuple(start), shape)
+    run = member.start * prod(combined.shape[1:]) if joint.axis == 0 and not joint.steps else None
+    in_whole, in_part = Side(place, combined.reader, run), Side.whole(part.reader)
     steps = (*member.steps, Layer()) if joint.is_stack else member.steps
     view, back = arranged(part.reader.array, steps), undone(place, steps)
     is_padded = _is_padded(joint, member)
     if not is_padded:
-        at_part = Side(back, whole.reader, None if member.steps else run)
+        at_part = Side(back, combined.reader, None if member.steps else run)
         orders = [(Side.of(view, part.reader), in_whole), (in_part, at_part)]
     elif side:
         padded = arranged(view, [Padded(tuple(view.shape), shape)])
         orders = [(Side(padded, part.reader), in_whole)]
     elif back is not None and all(n <= m for n, m in zip(back.shape, part.shape, strict=True)):
         padded = arranged(back, [Padded(tuple(back.shape), part.shape)])
-        orders = [(in_part, Side(padded, whole.reader))]
+        orders = [(in_part, Side(padded, combined.reader))]
     else:
         orders = []  # numbers are missing
-    names = (part.name, whole.name)
+    names = (part.name, combined.name)
     if not side:
         orders, names = [order[::-1] for order in orders], names[::-1]
     return Link(names, orders, work.places.offset(names), is_padded)
@@ -150,10 +150,10 @@ def _is_padded(joint: Joint, member: JointPart) -> bool:
 def _explanations(
     work: Work, joint: Joint, links: Sequence[Link], side: int, *, is_broken: bool
 ) -> Explanations:
-    cause, whole = "fused" if side else "split", joint.whole
+    cause, combined = "fused" if side else "split", joint.whole
     lines = lines_along(joint.axis)
     layout = "stacked" if joint.is_stack else f"one after the other along the {lines}"
-    head = f"part of {quoted([whole.name])} of {SIDES[side]}, {layout}"
+    head = f"part of {quoted([combined.name])} of {SIDES[side]}, {layout}"
     order = f"; {_NOT_IN_ORDER}" if is_broken else ""
     fault = ("misplaced",) if is_broken else ()
     explanations: Explanations = {}
@@ -171,7 +171,9 @@ def _explanations(
             different.append(name)
             reason = "unlike the others, it was rearranged" if is_other else unlike(link)
             causes, text = (cause, "unknown"), f"{head}; {reason}"
-            explanations[number] = Explanation(causes, text, holds=False, other_names=(whole.name,))
+            explanations[number] = Explanation(
+                causes, text, holds=False, other_names=(combined.name,)
+            )
             continue
         explanation = related(work.places, link, link.relation, (*joint.steps, *member.steps))
         if _is_padded(joint, member):
@@ -184,7 +186,7 @@ def _explanations(
             causes=(cause, *fault, *explanation.changes),
             text=head + (f"; {explanation.text}" if explanation.changes else "") + order,
             holds=not is_broken,
-            other_names=(whole.name,),
+            other_names=(combined.name,),
         )
     names = joint.order.parts
     causes_of_parts = dict.fromkeys(change for part in parts for change in part.changes)
@@ -195,7 +197,7 @@ def _explanations(
         text += f"; different from {quoted(different)}"
     heads = {part.heads for part in parts} - {None}
     is_known = all(part.is_known for part in parts if {"offset", "scaled"} & set(part.causes))
-    explanations[whole.number] = Explanation(
+    explanations[combined.number] = Explanation(
         (cause, *fault, *causes_of_parts, *(("unknown",) if different else ())),
         text,
         holds=not different and not is_broken,
@@ -216,12 +218,12 @@ def _by_analogy(
     for joint_side, joint in work.joints:
         if joint_side == side:
             siblings[_stem(joint.whole.name)].append(joint)
-    for whole in wholes:
-        for joint in siblings[_stem(whole.name)][:_MOST_SIBLINGS]:
-            names = analogous(joint.order, whole.name)
+    for combined in wholes:
+        for joint in siblings[_stem(combined.name)][:_MOST_SIBLINGS]:
+            names = analogous(joint.order, combined.name)
             if names is None or not all(name in free for name in names):
                 continue
-            analogy = _analogy(joint, whole, [free[name] for name in names])
+            analogy = _analogy(joint, combined, [free[name] for name in names])
             if analogy is not None:
                 analogies.append(analogy)
                 for name in names:
@@ -242,16 +244,16 @@ def _in_stacks(
             reader = match.theirs if side else match.ours
             orders += [Order(reader.name, explanation.other_names)] if reader is not None else []
     stacks = []
-    for whole in wholes:
+    for combined in wholes:
         for order in orders:
-            names = begun_alike(order, whole.name) or ()
+            names = begun_alike(order, combined.name) or ()
             members = [free[name] for name in names if name in free]
             shapes = {member.shape for member in members}
             if len(members) == len(order.parts) and {(len(members), *s) for s in shapes} == {
-                whole.shape
+                combined.shape
             }:
                 places = [JointPart(part, k, k + 1, (), 0.0) for k, part in enumerate(members)]
-                stacks.append(Joint(whole, 0, tuple(places), is_stack=True))
+                stacks.append(Joint(combined, 0, tuple(places), is_stack=True))
                 free = {name: part for name, part in free.items() if name not in names}
                 break
     return stacks
@@ -261,17 +263,17 @@ def _stem(name: str) -> str:
     return spelled(name).template.rpartition(".")[0]
 
 
-def _analogy(joint: Joint, whole: Sketched, parts: Sequence[Sketched]) -> Joint | None:
+def _analogy(joint: Joint, combined: Sketched, parts: Sequence[Sketched]) -> Joint | None:
     """Join parts in the same way as another joint; None if the sizes do not fit."""
-    axis = min(joint.axis, len(whole.shape) - 1)
+    axis = min(joint.axis, len(combined.shape) - 1)
     start, members = 0, []
     for part, sibling in zip(parts, joint.members, strict=True):
         steps = sibling.steps if part.shape == sibling.part.shape else ()
         shape = tuple(arranged(part.reader.array, steps).shape)
-        if len(shape) != len(whole.shape) - joint.is_stack:
+        if len(shape) != len(combined.shape) - joint.is_stack:
             return None
         length = 1 if joint.is_stack else shape[axis]
         members.append(JointPart(part, start, start + length, steps, 0.0))
         start += length
-    fits = start == whole.shape[axis]
-    return Joint(whole, axis, tuple(members), is_stack=joint.is_stack) if fits else None
+    fits = start == combined.shape[axis]
+    return Joint(combined, axis, tuple(members), is_stack=joint.is_stack) if fits else None

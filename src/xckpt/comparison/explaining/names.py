@@ -202,7 +202,7 @@ class Rules:
     def _renumbered(
         self, names_of_a: Collection[str], names_of_b: Collection[str]
     ) -> Iterator[str]:
-        """Yield names of `a` whose numbers are those of another tensor in `b`."""
+        """Yield names of `a` whose numbers another tensor has in `b`."""
         by_template = [_by_template(names) for names in (names_of_a, names_of_b)]
         schemes: dict[tuple[str, str], _Scheme] = {}
         for a, b in self.pairs:
@@ -227,12 +227,19 @@ class Rules:
         """
         groups: dict[object, list[tuple[str, int, int]]] = defaultdict(list)
         for a, b in self.pairs:
-            numbers, others = (list(map(int, _DIGITS.findall(n))) for n in (a, b))
+            numbers, numbers_of_b = (list(map(int, _DIGITS.findall(n))) for n in (a, b))
             forms = _DIGITS.sub("0", a), _DIGITS.sub("0", b)
-            for j, k in product(range(len(numbers)), range(len(others))):
+            for j, k in product(range(len(numbers)), range(len(numbers_of_b))):
                 # Siblings have all other numbers in common.
-                rest = *numbers[:j], None, *numbers[j + 1 :], *others[:k], None, *others[k + 1 :]
-                groups[forms, rest].append((a, numbers[j], others[k]))
+                fixed = (
+                    *numbers[:j],
+                    None,
+                    *numbers[j + 1 :],
+                    *numbers_of_b[:k],
+                    None,
+                    *numbers_of_b[k + 1 :],
+                )
+                groups[forms, fixed].append((a, numbers[j], numbers_of_b[k]))
         for group in groups.values():
             names, *sides = zip(*group, strict=True)
             if len(group) < 2 or any(len(set(side)) < len(side) for side in sides):
@@ -280,11 +287,7 @@ def _by_template(names: Iterable[str]) -> dict[str, list[Spelled]]:
 
 
 class _Scheme(NamedTuple):
-    """The numbers of the names of two templates, and whether all of them have one offset.
-
-    All numbers may have one offset, as in ``mid.block_1``, or none may be that of a layer, as in
-    ``onnx::MatMul_895``.
-    """
+    """Numbers in the names of two templates; all may have one offset, as in ``mid.block_1``."""
 
     ours: frozenset[tuple[int, ...]]
     theirs: frozenset[tuple[int, ...]]
@@ -380,20 +383,20 @@ def out_of_order(orders: Sequence[Order], names: Collection[str]) -> set[int]:
     wholes = [spelled(order.whole) for order in orders]
     # The roles of parts, by the template of the joined tensor.
     roles: dict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
-    for parts, whole in zip(rows, wholes, strict=True):
-        roles[whole.template][tuple([part.template for part in parts])] += 1
-    shift = _shift((parts[0], whole) for whole, parts in zip(wholes, rows, strict=True))
-    for n, (parts, whole) in enumerate(zip(rows, wholes, strict=True)):
+    for parts, combined in zip(rows, wholes, strict=True):
+        roles[combined.template][tuple([part.template for part in parts])] += 1
+    shift = _shift((parts[0], combined) for combined, parts in zip(wholes, rows, strict=True))
+    for n, (parts, combined) in enumerate(zip(rows, wholes, strict=True)):
         # All parts belong to the layer of the joined tensor; ranks may have numbers, too.
         columns = list(zip(*[part.numbers for part in parts if part.numbers], strict=False))
-        layers = [{number - shift} for number in whole.numbers]
+        layers = [{number - shift} for number in combined.numbers]
         is_elsewhere = layers and columns and not any(set(column) in layers for column in columns)
         is_other = any(
             are_other_roles(part, orders[n].whole)
             or _owner(part, names) not in {"", orders[n].whole}
             for part in orders[n].parts
         )
-        if is_elsewhere or is_other or not _is_regular(parts, roles[whole.template]):
+        if is_elsewhere or is_other or not _is_regular(parts, roles[combined.template]):
             irregular.add(n)
     for n, first in enumerate(orders[:_MOST_EXCHANGED]):
         for m, second in enumerate(orders[:n]):
@@ -461,9 +464,9 @@ def _is_usual(templates: tuple[str, ...], siblings: Counter[tuple[str, ...]] | N
     return False
 
 
-def analogous(sibling: Order, whole: str) -> tuple[str, ...] | None:
+def analogous(sibling: Order, joined: str) -> tuple[str, ...] | None:
     """Return the parts of a joined tensor by analogy with a sibling; None if they are unrelated."""
-    first, second = spelled(sibling.whole), spelled(whole)
+    first, second = spelled(sibling.whole), spelled(joined)
     (stem, leaf), (stem_of_whole, last) = _split(first.template), _split(second.template)
     if stem != stem_of_whole or len(first.numbers) != len(second.numbers):
         return None
@@ -479,11 +482,11 @@ def analogous(sibling: Order, whole: str) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def begun_alike(sibling: Order, whole: str) -> tuple[str, ...] | None:
+def begun_alike(sibling: Order, combined: str) -> tuple[str, ...] | None:
     """Return the parts of a tensor whose name begins like a sibling's, such as in one stack."""
     fronts = [front for part in sibling.parts for front in _fronts(part, sibling.whole)]
     begins = {begin for _, begin in fronts}
     begin = begins.pop() if len(begins) == 1 else ""
-    if len(fronts) < len(sibling.parts) or not begin or not whole.startswith(begin):
+    if len(fronts) < len(sibling.parts) or not begin or not combined.startswith(begin):
         return None
-    return tuple([front + whole.removeprefix(begin) for front, _ in fronts])
+    return tuple([front + combined.removeprefix(begin) for front, _ in fronts])

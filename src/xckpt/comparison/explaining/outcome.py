@@ -108,7 +108,7 @@ class Explanation:
     other_names: tuple[str, ...] = ()
     #: The relation in a few words: "transposed, rounded to bfloat16".
     relation: str = ""
-    #: The steps from the elements of `a` to those of `b`.
+    #: Steps from the elements of `a` to the elements of `b`.
     steps: tuple[Step, ...] = ()
     #: The layout of a tensor that consists of several, and the forms of their names.
     joint: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class Explanation:
 
     @property
     def is_admitted(self) -> bool:
-        """Whether conversions arrange elements by such steps."""
+        """True if conversions arrange elements by these steps."""
         return all(step.cause in {"", *ADMITTED} for step in self.steps)
 
     @property
@@ -131,7 +131,7 @@ class Explanation:
 
     @property
     def has_layout(self) -> bool:
-        """Whether it is explained by numbers of its own, and not as a part of another tensor."""
+        """True if the tensor is explained by itself, and not as a part of another tensor."""
         is_part = bool({"fused", "split", "merged"} & set(self.causes)) and not self.joint
         return self.verified and not is_part and not self.is_constant
 

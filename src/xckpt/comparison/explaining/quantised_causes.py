@@ -102,8 +102,8 @@ class Requantised(Quantised):
         """Count the pairs in whole blocks for which the relation holds."""
         quantiser, values = OF_BLOCKS[self.scheme], self.before(x)
         if isinstance(quantiser, TableQuantiser):
-            held = quantiser.holds_after(values, y, Transform(types=self.after))
-            return int(np.count_nonzero(held))
+            matches = quantiser.holds_after(values, y, Transform(types=self.after))
+            return int(np.count_nonzero(matches))
         if self.after:
             rounded = Transform(types=self.after)(quantiser.round_trip(values))
             return int(np.count_nonzero(rounded == y))

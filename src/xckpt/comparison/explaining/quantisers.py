@@ -171,7 +171,7 @@ class TableQuantiser(Quantiser):
 
     @property
     def is_rescaled(self) -> bool:
-        """Whether the scales may be quantised as well, and the last level is 1."""
+        """True if the scales may be quantised as well, and the last level is 1."""
         return self.name.startswith("nf4")
 
     def round_trip(self, x: Array) -> Array:

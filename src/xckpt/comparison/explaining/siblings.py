@@ -62,9 +62,9 @@ class _Siblings:
         return [
             n
             for n in members
-            if (own := self.explanations.get(n)) is not None
-            and own.has_layout
-            and (own.joint or self.cases[n].match.ours is not None)
+            if (explanation := self.explanations.get(n)) is not None
+            and explanation.has_layout
+            and (explanation.joint or self.cases[n].match.ours is not None)
         ]
 
     def unmatched(self, members: Sequence[int]) -> int:
@@ -115,9 +115,9 @@ def unlike_siblings(
                 suspects += _suspects(explained, explanations)
             if forms_of is not _convolution:
                 unlike |= _alone(siblings, members, of_case)
-        tried = [s for s in suspects if not s.usual.joint]
-        holds = verify([(s.case, s.usual.steps) for s in tried])
-        for suspect, is_like in zip(tried, holds, strict=True):
+        checkable = [s for s in suspects if not s.usual.joint]
+        holds = verify([(s.case, s.usual.steps) for s in checkable])
+        for suspect, is_like in zip(checkable, holds, strict=True):
             differs = suspect.usual.offset != explanations[suspect.case].offset
             # Convolutions may be of several kinds.
             is_comparable = is_like is not None or forms_of is not _convolution
@@ -148,9 +148,10 @@ def _suspects(members: Sequence[int], explanations: Mapping[int, Explanation]) -
 
 
 def _accused(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
-    n, own = suspect.case, siblings.explanations[suspect.case]
-    text = f"unlike its {suspect.siblings:,} siblings, it was {_contrast(own, suspect.usual)}"
-    unlike = {n: replace(own, text=text, holds=False, causes=("unknown",))}
+    n, explanation = suspect.case, siblings.explanations[suspect.case]
+    contrast = _contrast(explanation, suspect.usual)
+    text = f"unlike its {suspect.siblings:,} siblings, it was {contrast}"
+    unlike = {n: replace(explanation, text=text, holds=False, causes=("unknown",))}
     for partner in siblings.partners(n):
         unlike[partner] = replace(unlike[n], other_names=(siblings.cases[n].match.name,))
     return unlike
@@ -158,18 +159,20 @@ def _accused(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
 
 def _out_of_order(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
     """Return new explanations of a joint with the parts of its siblings in another order."""
-    own = siblings.explanations[suspect.case]
+    explanation = siblings.explanations[suspect.case]
     usual, count = suspect.usual, suspect.siblings
-    if sorted(own.joint[1:]) != sorted(usual.joint[1:]):
+    if sorted(explanation.joint[1:]) != sorted(usual.joint[1:]):
         return {}
     moved = [
         name
-        for name, part, other in zip(own.other_names, own.joint[1:], usual.joint[1:], strict=True)
-        if part != other or own.joint[0] != usual.joint[0]
+        for name, part, usual_part in zip(
+            explanation.other_names, explanation.joint[1:], usual.joint[1:], strict=True
+        )
+        if part != usual_part or explanation.joint[0] != usual.joint[0]
     ]
     side = siblings.cases[suspect.case].status == "only_b"
     parts = [siblings.numbers[not side][name] for name in moved]
-    wholes = [whole for part in parts for whole in siblings.partners(part)]
+    wholes = [case for part in parts for case in siblings.partners(part)]
     numbers = dict.fromkeys([suspect.case, *parts, *wholes])
     return _doubted(siblings, list(numbers), f"unlike its {count:,} siblings")
 
@@ -178,16 +181,18 @@ def _alone(
     siblings: _Siblings, members: Sequence[int], of_case: Mapping[int, Sequence[int]]
 ) -> dict[int, Explanation]:
     """Return new explanations of tensors that have a partner though most of their siblings fail."""
-    held = [n for n in members if n in siblings.explanations and siblings.explanations[n].verified]
+    verified = [
+        n for n in members if n in siblings.explanations and siblings.explanations[n].verified
+    ]
     missed = siblings.unmatched(members)
     unlike: dict[int, Explanation] = {}
-    if len(held) >= missed or len(held) + missed < _FEWEST_SIBLINGS:
+    if len(verified) >= missed or len(verified) + missed < _FEWEST_SIBLINGS:
         return unlike
-    for n in held:
+    for n in verified:
         partners = [p for p in siblings.partners(n) if p != n]
         failed = min([siblings.unmatched(of_case.get(p, ())) for p in partners], default=0)
         count = min(missed, failed)
-        if count > len(held) and count + len(held) >= _FEWEST_SIBLINGS:
+        if count > len(verified) and count + len(verified) >= _FEWEST_SIBLINGS:
             unlike |= _doubted(siblings, [n, *partners], f"not so for {count:,} of its siblings")
     return unlike
 
@@ -195,9 +200,11 @@ def _alone(
 def _doubted(siblings: _Siblings, numbers: Sequence[int], reason: str) -> dict[int, Explanation]:
     unlike = {}
     for n in numbers:
-        own = siblings.explanations[n]
-        causes = ("misplaced", *[cause for cause in own.causes if cause != "misplaced"])
-        unlike[n] = replace(own, text=f"{own.text}; {reason}", holds=False, causes=causes)
+        explanation = siblings.explanations[n]
+        causes = ("misplaced", *[cause for cause in explanation.causes if cause != "misplaced"])
+        unlike[n] = replace(
+            explanation, text=f"{explanation.text}; {reason}", holds=False, causes=causes
+        )
     return unlike
 
 
@@ -208,9 +215,9 @@ def _exchanged(siblings: _Siblings) -> dict[int, Explanation]:
     """
     groups: dict[str, dict[int, str]] = defaultdict(dict)
     for name, n in siblings.numbers[0].items():
-        own = siblings.explanations.get(n)
-        if own is not None and own.verified and "renamed" in own.causes:
-            groups[_NUMBER.sub("", name)][n] = own.other_names[0]
+        explanation = siblings.explanations.get(n)
+        if explanation is not None and explanation.verified and "renamed" in explanation.causes:
+            groups[_NUMBER.sub("", name)][n] = explanation.other_names[0]
     usual: dict[str, tuple[str, str]] = {}
     for form, partners in groups.items():
         ends = Counter([_end_of(partner) for partner in partners.values()])
@@ -233,10 +240,10 @@ def _end_of(name: str) -> tuple[str, str]:
     return _NUMBER.sub("", name), next(iter(re.findall(r"[0-9]+", name)[::-1]), "")
 
 
-def _contrast(own: Explanation, usual: Explanation) -> str:
+def _contrast(explanation: Explanation, usual: Explanation) -> str:
     """Return what happened to a tensor in contrast to its siblings."""
-    done = [step.done for step in own.steps]
-    done += [f"given an offset of {own.offset:+.4g}"] if own.offset else []
+    done = [step.done for step in explanation.steps]
+    done += [f"given an offset of {explanation.offset:+.4g}"] if explanation.offset else []
     if done:
         return " and ".join(done)
     missing = [step.done for step in usual.steps]

@@ -293,7 +293,7 @@ class Attempt(NamedTuple, Generic[T]):
 
     @property
     def holds(self) -> bool:
-        """Whether all links hold."""
+        """True if all links hold."""
         return self.held == len(self.links)
 
     @property
@@ -315,18 +315,18 @@ def examine_in_turn(
     """
     results: dict[K, Attempt[T]] = {}
     pending = [(key, list(untried), list[Attempt[T]]()) for key, untried in suggestions.items()]
-    held: set[Hashable] = set()
+    proven_kinds: set[Hashable] = set()
     while pending := [entry for entry in pending if entry[1] and entry[0] not in results]:
-        for _, untried, tried in pending:
-            untried.sort(key=lambda suggestion: kind_of(suggestion) not in held)
+        for _, untried, attempts in pending:
+            untried.sort(key=lambda suggestion: kind_of(suggestion) not in proven_kinds)
             suggestion = untried.pop(0)
-            tried.append(Attempt(suggestion, links_of(suggestion)))
-        examine(list(chain.from_iterable(tried[-1].links for *_, tried in pending)), bar)
-        for key, untried, tried in pending:
-            if tried[-1].holds:
-                held.add(kind_of(tried[-1].suggestion))
-            if tried[-1].holds or not untried:
-                results[key] = max(tried, key=lambda attempt: (attempt.held, attempt.likelihood))
+            attempts.append(Attempt(suggestion, links_of(suggestion)))
+        examine(list(chain.from_iterable(attempts[-1].links for *_, attempts in pending)), bar)
+        for key, untried, attempts in pending:
+            if attempts[-1].holds:
+                proven_kinds.add(kind_of(attempts[-1].suggestion))
+            if attempts[-1].holds or not untried:
+                results[key] = max(attempts, key=lambda attempt: (attempt.held, attempt.likelihood))
     return results
 
 

@@ -184,10 +184,10 @@ def _unloadable(names: Iterable[str], attrs: Mapping[str, Any]) -> dict[str, lis
     if _ARCHITECTURE in attrs:
         return {}
     names = list(names)
-    others = [name for name in names if _OF_OTHERS.fullmatch(name)]
-    if others:
+    unloadable = [name for name in names if _OF_OTHERS.fullmatch(name)]
+    if unloadable:
         hint = "its convert_hf_to_gguf.py gives names and metadata"
-        return {f"no {_ARCHITECTURE}, and names that llama.cpp does not load; {hint}": others}
+        return {f"no {_ARCHITECTURE}, and names that llama.cpp does not load; {hint}": unloadable}
     if any(map(_OF_MODELS.fullmatch, names)):
         return {"missing in ds.attrs, and llama.cpp loads no model without it": [_ARCHITECTURE]}
     return {}

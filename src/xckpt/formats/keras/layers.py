@@ -64,7 +64,7 @@ _PACKED = frozenset({"kernel", "embeddings", "quantized_kernel"})
 
 
 class _Layer(NamedTuple):
-    """What a configuration states about a layer."""
+    """A layer, as a configuration states it."""
 
     kind: str  # class in snake case
     mode: str = ""  # of quantisation

@@ -74,7 +74,7 @@ class Onnx(Format):
     types = {number: dtype for number, (dtype, _) in TYPES.items()}  # noqa: RUF012
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Return whether a model begins; there is no magic, so the suffix lowers the demand."""
+        """Return whether a model begins; without a magic, a fitting suffix lowers the demand."""
         if head[4:8] == b"ORTM" or len(head) < 2 or is_versioned_message(head):
             return False
         is_model = head[0] == 8 and 0 < head[1] <= 20 and head[2:3] and head[2] in _SEEN_FIRST
@@ -264,14 +264,14 @@ class _ModelReader(ProtoReader):
             in_lists: dict[int, int] = defaultdict(int)
             for number, offset, size in values:
                 self.at = offset
-                own = (*path, name)
+                graph_path = (*path, name)
                 if number in {10, 11, 23}:
-                    own = (*own, str(in_lists[number]))
+                    graph_path = (*graph_path, str(in_lists[number]))
                     in_lists[number] += 1
                 if number in {6, 11}:
-                    self._graph(size, own, depth + 1)
+                    self._graph(size, graph_path, depth + 1)
                 elif self._constants:
-                    place, constant = own, ""
+                    place, constant = graph_path, ""
                     if result[1] is not None and name in {"value", "sparse_value"}:
                         place, constant = result[0], result[1]
                     read = self.sparse if number in {22, 23} else self.dense
@@ -382,7 +382,7 @@ class Users:
         }
 
     def _value(self, path: Path, name: str) -> _Value | None:
-        """Return the value that a name in a graph means: that of the innermost graph with it."""
+        """Return the value of a name in a graph, from the innermost graph that has the name."""
         least = 1 if path and path[0] in self.scopes else 0
         for depth in range(len(path), least - 1, -1) if name else ():
             value = path[:depth], name

@@ -11,9 +11,9 @@ imports whose names are computed. `_ACCEPTED` is a closed list of the names that
 - NumPy arrays, numbers and generators, and types of Python's own modules that hold values,
 - records that training programs put into their checkpoints, such as ``TrainingArguments``.
 
-All other names of Python's own modules may run programs and read files. A class of a package of
-which only instances are made, or which is only named, is an import: nothing in the file decides
-what it does. Calls of anything else run code with arguments from the file.
+All other names of Python's own modules may run programs and read files. A class of a package that
+is only instantiated, or only named, is an import: the file does not decide its effect. All other
+calls run code with arguments from the file.
 """
 
 from __future__ import annotations
