@@ -31,11 +31,11 @@ LIMITS = {
     "Burnpack: ": "formats.burnpack.cbor._LONGEST_KEY",
     "Flax: ": "formats.flax._DEEPEST formats.flax._MOST_NAMES formats.flax._MOST_ATTRS",
     "GGUF: ": "formats.gguf.metadata.DEEPEST formats.gguf._MOST_NESTED",
-    "gpt.rs: ": "formats.gptrs.models.LARGEST_CONFIG formats.gptrs.models._DEEPEST",
+    "gpt.rs: ": "formats.gptrs.LARGEST_CONFIG formats.gptrs._DEEPEST",
     "MLCP: ": "formats.mlcp._LARGEST_JSON formats.mlcp.metadata._DEEPEST"
     " formats.mlcp.records._MOST_SHARDS",
     "ONNX: graphs": "formats.onnx._DEEPEST formats.onnx._MOST_NAMES"
-    " formats.onnx.wire._LONGEST_TEXT",
+    " formats.onnx.tensors._LONGEST_TEXT",
     "ONNX: bytes": "formats.onnx.tensors._MOST_INLINE formats.onnx.tensors._MOST_INLINE_TOTAL",
     "primitiv: ": "formats.primitiv.models.MOST_DIMS formats.primitiv.models._LONGEST_TEXT"
     " formats.primitiv.models._LONGEST_NAMES",
@@ -53,7 +53,7 @@ LIMITS = {
     "deflated members": "formats.archive._MOST_INFLATED",
     "a frame of a seekable": "storage.seekable._LARGEST_FRAME",
     "`*.index.json`": "opening.reading._LARGEST_INDEX opening.reading._LARGEST_CONFIG",
-    "characters of a pattern": "quantization.config._MAX_PATTERN quantization.model._MAX_GROUP",
+    "characters of a pattern": "quantization.model._MAX_PATTERN quantization.model._MAX_GROUP",
     "the Hub's interface": "storage.hub._LARGEST_ANSWER storage.hub._MOST_PAGES"
     " storage.hub._MOST_FILES",
     "headers kept": "storage.cache._LARGEST_ENTRY storage.cache._MOST_NBYTES",

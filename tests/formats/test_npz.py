@@ -53,7 +53,8 @@ def test_files_without_attributes_have_no_extra_member(tmp_path: Path) -> None:
 
 
 def test_attributes_without_tensors(tmp_path: Path) -> None:
-    xckpt.save(xr.Dataset(attrs={"step": 7}), tmp_path / "m.npz")
+    with pytest.warns(xckpt.CheckpointWarning, match="it has no tensors"):
+        xckpt.save(xr.Dataset(attrs={"step": 7}), tmp_path / "m.npz")
     xr.testing.assert_identical(xr.open_dataset(tmp_path / "m.npz"), xr.Dataset(attrs={"step": 7}))
 
 
