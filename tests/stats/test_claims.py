@@ -440,6 +440,23 @@ class TestSiblings:
             theirs[name] = theirs[name][np.random.default_rng(1).permutation(96)]
         assert self.wrong(ours, theirs) == {*ours, *theirs}
 
+    @pytest.mark.parametrize("turned", ["q", "v"])
+    def test_have_parts_that_are_turned_alike(self, turned: str) -> None:
+        rng = np.random.default_rng(1)
+        ours = {
+            f"layers.{n}.{role}_proj.weight": rng.standard_normal((16, 16)).astype(F32)
+            for n in range(4)
+            for role in "qkv"
+        }
+        theirs = {}
+        for n in range(4):
+            parts = {role: ours[f"layers.{n}.{role}_proj.weight"] for role in "qkv"}
+            parts[turned] = parts[turned].T if n == 2 else parts[turned]
+            theirs[f"layers.{n}.qkv.weight"] = np.concatenate(list(parts.values()))
+        outcomes = explained(ours, theirs)
+        wrong = {name for name, outcome in outcomes.items() if outcome != "explained"}
+        assert wrong == {f"layers.2.{turned}_proj.weight", "layers.2.qkv.weight"}
+
     @pytest.mark.parametrize("is_stack", [False, True])
     def test_are_joined_in_one_order_of_rows(self, is_stack: bool) -> None:
         ours = {n: x for n, x in self.projections().items() if "q_proj" in n}

@@ -141,6 +141,12 @@ def _place(joint: Joint, member: JointPart) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def _kind(member: JointPart) -> str:
+    """Return the form of the name of a part, and what was done before it was joined."""
+    done = [step.done for step in member.steps]
+    return "\n".join([spelled(member.part.name).template, *done])
+
+
 def _is_padded(joint: Joint, member: JointPart) -> bool:
     """Return whether a part and its place differ in size."""
     view = arranged(member.part.reader.array, member.steps)
@@ -189,6 +195,7 @@ def _explanations(
             other_names=(combined.name,),
         )
     names = joint.order.parts
+    kinds = {member.part.name: _kind(member) for member in joint.members}
     causes_of_parts = dict.fromkeys(change for part in parts for change in part.changes)
     texts = dict.fromkeys(part.text for part in parts if part.changes)
     text = f"{quoted(names)} of {SIDES[1 - side]}, {layout}"
@@ -204,7 +211,7 @@ def _explanations(
         is_known=is_known,
         heads=heads.pop() if len(heads) == 1 else None,
         other_names=names,
-        joint=(layout, *[spelled(name).template for name in names]),
+        joint=(layout, *[kinds[name] for name in names]),
     )
     return explanations
 

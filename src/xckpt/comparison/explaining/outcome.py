@@ -110,7 +110,7 @@ class Explanation:
     relation: str = ""
     #: Steps from the elements of `a` to the elements of `b`.
     steps: tuple[Step, ...] = ()
-    #: The layout of a tensor that consists of several, and the forms of their names.
+    #: The layout of a tensor that consists of several, the forms of their names, and their steps.
     joint: tuple[str, ...] = ()
     #: The `PAIR_COLUMNS` of the elements that belong together; None if they were not compared.
     measures: tuple[float, ...] | None = None

@@ -157,11 +157,16 @@ def _accused(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
     return unlike
 
 
+def _forms_of_parts(joint: Explanation) -> list[str]:
+    """Return the forms of the names of parts, in any order."""
+    return sorted([part.partition("\n")[0] for part in joint.joint[1:]])
+
+
 def _out_of_order(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
-    """Return new explanations of a joint with the parts of its siblings in another order."""
+    """Return new explanations of a joint whose parts are not those of its siblings."""
     explanation = siblings.explanations[suspect.case]
     usual, count = suspect.usual, suspect.siblings
-    if sorted(explanation.joint[1:]) != sorted(usual.joint[1:]):
+    if _forms_of_parts(explanation) != _forms_of_parts(usual):
         return {}
     moved = [
         name
