@@ -220,6 +220,12 @@ def test_rows_of_a_table_are_arranged_as_by_commands() -> None:
     ]
 
 
+def save_run() -> None:
+    Path("run").mkdir()
+    for step in (1, 2):
+        xckpt.convert("m.npz", f"run/step-{step}.npz")
+
+
 COMMANDS = {
     "spectrum m.npz --top 3": "did you mean --limit?",
     "compare m.npz m.npz --tolerance 1e-3": "did you mean --fail-above MEASURE=VALUE?",
@@ -229,6 +235,9 @@ COMMANDS = {
     "steps run --columns loss": "xckpt stats 'run' --by step",
     "stats m.npz --dim out": "dimensions are 'd4_1', 'd4_2', or positions such as -1",
     "stats m.npz --only weight": "'weights'",
+    "stats run --by layer": "run has several checkpoints: --by step,layer",
+    "spectrum run": "run has several checkpoints: --by step",
+    "convert m.npz n.npz --rename *.q q": "it takes REGEX NEW, where .* stands for the * of globs",
 }
 
 
@@ -236,6 +245,7 @@ COMMANDS = {
 def test_a_guessed_option_is_answered_with_the_one_that_works(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    save_run()
     assert main(line.split()) == 2
     assert COMMANDS[line] in capsys.readouterr().err
 
@@ -243,6 +253,7 @@ def test_a_guessed_option_is_answered_with_the_one_that_works(
 WORKING = (
     "stats m.npz --dim -1",
     "stats run --by step",
+    "stats run --by step --by layer --sort layer",
     "stats run/step-* --by step,layer --sort step",
     "spectrum run --by step --limit 1",
     "compare m.npz m.npz --sort name --descending --all",
@@ -257,12 +268,35 @@ WORKING = (
 def test_an_option_has_one_name_in_all_commands(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("run").mkdir()
-    for step in (1, 2):
-        xckpt.convert("m.npz", f"run/step-{step}.npz")
+    save_run()
     assert main(line.split()) in {0, 1}
     out, err = capsys.readouterr()
     assert out or "wrote m." in err
+
+
+def test_repeated_options_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = "stats m.npz --columns std --columns max,min --by layer --by module --limit 1"
+    assert main(columns.split()) == 0
+    head = capsys.readouterr().out.splitlines()[0].split()
+    assert head == ["layer", "module", "tensors", "std", "max", "min"]
+    renames = ["--rename", "^layers", "h", "--rename", r"^h\.(\d)", r"x\1"]
+    assert main(["convert", "m.npz", "n.npz", *renames]) == 0
+    assert [*xckpt.read_index("n.npz")][:2] == ["x0.q", "x0.mlp"]
+    assert main(["compare", "m.npz", "n.npz", *renames]) == 0
+    both = [("^layers", "h"), (r"^h\.(\d)", r"x\1")]
+    assert not xckpt.compare("m.npz", "n.npz", names=both).ckpt.table()["status"].ne("same").any()
+    xckpt.convert("m.npz", "again.npz", names=both)
+    assert [*xckpt.read_index("again.npz")] == [*xckpt.read_index("n.npz")]
+
+
+def test_a_renaming_without_a_match_warns(capsys: pytest.CaptureFixture[str]) -> None:
+    match = r"regular expression 'nothere\.' matches none of the names of the 6 tensors"
+    with pytest.warns(xckpt.CheckpointWarning, match=match):
+        xckpt.convert("m.npz", "n.npz", names=("nothere.", "x."))
+    with pytest.warns(xckpt.CheckpointWarning, match=match):
+        xckpt.compare("m.npz", "n.npz", names=("nothere.", "x."))
+    assert main(["convert", "m.npz", "cli.npz", "--rename", "nothere.", "x."]) == 0
+    assert "'nothere.' matches none of the names" in capsys.readouterr().err
 
 
 def test_a_filter_without_a_match_is_answered_with_one_that_matches() -> None:

@@ -179,7 +179,7 @@ def report(
         other files, and is small for any number of tensors.
     other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
         Checkpoint to compare with.
-    names : "auto", mapping, callable, or pair of a regular expression and its replacement
+    names : "auto", mapping, callable, or pairs of regular expressions and replacements
         From the name of a tensor to the name in `other`; see `compare`.
 
     Raises

@@ -100,7 +100,13 @@ class FileInput:
 
         if "step" in (keys or ()):
             return OpenTensors(self.steps([file]))
-        source, index = self._open(file)
+        try:
+            source, index = self._open(file)
+        except IsADirectoryError as error:
+            if keys is not None and "xckpt.open_steps(" in str(error.strerror):
+                by = ",".join(["step", *keys])
+                raise click.UsageError(f"{file} has several checkpoints: --by {by}") from error
+            raise
         self._selected(file, index)
         options = OpenOptions(**self.selection, storage_options=self.storage_options)
         return FileTensors(source, index, options)
@@ -240,19 +246,22 @@ def print_blocks(blocks: Sequence[Block]) -> None:
     print_text(to_text(blocks, width, is_terminal=sys.stdout.isatty()))
 
 
-def renaming(rename: tuple[str, str] | None, names: str | None, *, can_match: bool = True) -> Any:
+def renaming(
+    rename: tuple[tuple[str, str], ...], names: str | None, *, can_match: bool = True
+) -> Any:
     """Return the keyword `names` from --rename and --names, which may be auto if it can match."""
     if names is not None:
-        if rename is not None:
+        if rename:
             raise click.UsageError("--rename and --names exclude each other")
         return names if can_match and names == "auto" else _read_names(names)
-    if rename is not None:
+    for pattern, _ in rename:
         try:
-            re.compile(rename[0])
+            re.compile(pattern)
         except re.error as error:
-            message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
-            raise click.UsageError(message) from error
-    return rename
+            reason = f"--rename: {pattern!r} is not a regular expression: {error}"
+            hint = "; it takes REGEX NEW, where .* stands for the * of globs"
+            raise click.UsageError(reason + hint) from error
+    return rename or None
 
 
 def _read_names(file: str) -> dict[str, str]:

@@ -346,7 +346,7 @@ def convert(
     texts: tuple[str, ...],
     max_shard_size: str | None,
     names: str | None,
-    rename: tuple[str, str] | None,
+    rename: tuple[tuple[str, str], ...],
     set_attrs: tuple[str, ...],
     unset: tuple[str, ...],
     skip_unreadable: bool,

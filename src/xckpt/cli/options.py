@@ -33,8 +33,10 @@ def _option(*spelling: str, text: str = "", **settings: Any) -> Callable[..., An
     return click.option(*spelling, help=help_text + end, **settings)
 
 
-def _text_list(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Any:
-    return None if text is None else [part.strip() for part in text.split(",")]
+def _text_list(
+    _context: click.Context, _parameter: click.Parameter, texts: tuple[str, ...]
+) -> list[str] | None:
+    return [part.strip() for text in texts for part in text.split(",")] or None
 
 
 def pairs(texts: Sequence[str]) -> dict[str, str]:
@@ -77,13 +79,14 @@ def split_dims(
 
 _OPTIONS: dict[str, Callable[..., Any]] = {
     "ignore": _option("--ignore", multiple=True, metavar="RULE[:GLOB]"),
-    "columns": _option("--columns", metavar="A,B,...", callback=_text_list),
+    "columns": _option("--columns", multiple=True, metavar="A,B,...", callback=_text_list),
     "sort": _option("--sort", metavar="COLUMN"),
     "ascending": _option("--ascending/--descending", default=None),
     "limit": _option("--limit", type=click.IntRange(min=1)),
     "by": _option(
         "--by",
         "keys",
+        multiple=True,
         metavar="KEY,...",
         callback=_text_list,
         text="Merge tensors into groups: layer, role, module, kind, component, dtype, a numbered "
@@ -109,6 +112,7 @@ _OPTIONS: dict[str, Callable[..., Any]] = {
     "rename": _option(
         "--rename",
         nargs=2,
+        multiple=True,
         metavar="REGEX NEW",
         text="Replace parts of names, of the first file if there are two: '^model\\.' ''.",
     ),

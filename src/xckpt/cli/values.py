@@ -109,7 +109,7 @@ def stats(
     require_rules(ignore)
     if dims and (only_findings or keys):
         raise click.UsageError("--findings and --by are of whole tensors: leave --dim out")
-    tensors = reading.contents(file, keys)
+    tensors = reading.contents(file, keys or ())
     document: dict[str, Any] = {"source": _source(file, tensors), "format": tensors.format}
     options: dict[str, Any] = {
         **reading.scanning,
@@ -236,7 +236,7 @@ def spectrum(
         columns or OF_MATRICES, OF_MATRICES, None if sort in {*_FACTS, *(keys or ())} else sort
     )
     order: dict[str, Any] = {"sort": sort, "ascending": ascending, "limit": limit}
-    tensors = reading.contents(file, keys)
+    tensors = reading.contents(file, keys or ())
     result = compute(
         tensors,
         **reading.selection,
@@ -299,7 +299,7 @@ def compare(
     sort: str | None,
     ascending: bool | None,
     limit: int | None,
-    rename: tuple[str, str] | None,
+    rename: tuple[tuple[str, str], ...],
     names: str | None,
     dims: dict[str | int, int | None] | None,
     codes: bool,
@@ -574,7 +574,7 @@ def report(
         reading.dataset(file).ckpt.report(
             output,
             None if other is None else reading.dataset(other),
-            names=renaming(None, names),
+            names=renaming((), names),
             explain=not no_explain,
             overwrite=overwrite,
             **reading.scanning,

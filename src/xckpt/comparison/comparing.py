@@ -107,9 +107,9 @@ def compare(
         with each other even if their names differ.
     b : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         The other checkpoint.
-    names : "auto", mapping, callable, or pair of a regular expression and its replacement, optional
-        Names in `b` for the names in `a`. A mapping can omit names that stay the same; a pair is
-        applied as by `re.sub`. ``"auto"`` matches tensors without a namesake by their content,
+    names : "auto", mapping, callable, or pairs of regular expressions and replacements, optional
+        Names in `b` for the names in `a`. A mapping can omit names that stay the same; pairs are
+        applied in order, as by `re.sub`. ``"auto"`` matches tensors without a namesake by content,
         which reads them once more, and then by naming conventions: see Notes.
     dim : str, int, iterable of these, or mapping of these to int, optional
         Dimensions to reduce, by name or position (-1 is the last one). The result has one value

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from xckpt.errors import shown
+from xckpt.errors import shown, warn
 from xckpt.index import StoredList
 from xckpt.labels.filters import suggest_names
 
-#: New names by old ones, a function of the old name, or a regular expression and its replacement.
-Renaming = Mapping[str, str] | Callable[[str], str] | tuple[str | re.Pattern[str], str]
+_Pair = tuple[str | re.Pattern[str], str]
+#: New names by old ones, a function of the old name, or a regular expression and its replacement;
+#: several such pairs apply in order.
+Renaming = Mapping[str, str] | Callable[[str], str] | _Pair | Sequence[_Pair]
 
 
 def new_names(
@@ -54,21 +56,39 @@ def _function_of(renaming: Any, names: list[str]) -> Callable[[str], Any]:
     if callable(renaming):
         function: Callable[[str], Any] = renaming
         return function
-    is_pair = isinstance(renaming, tuple | list) and len(renaming) == 2
-    if is_pair and isinstance(renaming[0], str | re.Pattern) and isinstance(renaming[1], str):
-        pattern, replacement = renaming
-        try:
-            compiled = re.compile(pattern)
-            compiled.sub(replacement, "")
-        except (re.error, IndexError) as error:
-            raise ValueError(
-                f"names={renaming!r} is not a regular expression and its replacement: {error}"
-            ) from error
-        return lambda name: compiled.sub(replacement, name)
+    if isinstance(renaming, tuple | list):
+        pairs = [renaming] if _is_pair(renaming) else renaming
+        if pairs and all(map(_is_pair, pairs)):
+            renamed = names
+            for pair in pairs:
+                renamed = _replaced(renamed, *pair)
+            return dict(zip(names, renamed, strict=True)).__getitem__
     raise TypeError(
-        "names takes a mapping, a function of a name, or a pair of a regular expression and its "
+        "names takes a mapping, a function of a name, or pairs of a regular expression and its "
         f"replacement, not {renaming!r}; only xckpt.compare also takes 'auto'"
     )
+
+
+def _is_pair(value: Any) -> bool:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    return isinstance(value[0], str | re.Pattern) and isinstance(value[1], str)
+
+
+def _replaced(names: list[str], pattern: str | re.Pattern[str], replacement: str) -> list[str]:
+    """Replace what a regular expression matches; warn if it matches nothing, usually a typo."""
+    try:
+        compiled = re.compile(pattern)
+        compiled.sub(replacement, "")
+    except (re.error, IndexError) as error:
+        pair = (pattern, replacement)
+        raise ValueError(
+            f"names={pair!r} is not a regular expression and its replacement: {error}"
+        ) from error
+    if names and not any(map(compiled.search, names)):
+        text = f"the regular expression {shown(compiled.pattern)} matches none of the names of the "
+        warn(f"{text}{len(names):,} tensors: it renames nothing")
+    return [compiled.sub(replacement, name) for name in names]
 
 
 def edited_attrs(

@@ -204,9 +204,9 @@ def convert(
         The new file, a path or an fsspec URL; or a folder, as for `xckpt.save`.
     engine : str, optional
         Name of the new format; inferred from the suffix of `dst` by default.
-    names : mapping, callable, or pair of a regular expression and its replacement, optional
+    names : mapping, callable, or pairs of regular expressions and replacements, optional
         New names by old names, such as ``result.ckpt.names`` of a comparison. A mapping may omit
-        names that stay the same; a pair is used as by `re.sub`. Values of renamed tensors are
+        names that stay the same; pairs apply in order, as by `re.sub`. Values of renamed tensors are
         copied as well.
     set_attrs : mapping of str to value, optional
         Attributes of the new file to add or to replace. A number, a truth value or a list stays
