@@ -377,3 +377,98 @@ class TestResults:
         merged = peft.PeftModel.from_pretrained(base, "out").merge_and_unload().state_dict()
         for key, array in xckpt.open("a").ckpt.merge("out").items():
             np.testing.assert_allclose(merged[key].numpy(), array.values, atol=1e-5)
+
+
+# --- quantised models -----------------------------------------------------------------------------
+
+QUANTIZED: dict[str, Any] = {
+    "fp8": ("weight_scale_inv", {"weight_block_size": [8, 8]}, "modules_to_not_convert"),
+    "compressed-tensors": (
+        "weight_scale",
+        {
+            "format": "int-quantized",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+                }
+            },
+            "ignore": ["lm_head"],
+        },
+        "ignore",
+    ),
+}
+NORM = "model.norm.weight"
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(params=QUANTIZED)
+def quantized(request: pytest.FixtureRequest) -> tuple[xr.Dataset, str]:
+    """Return a quantised model, and the key of the modules that are not."""
+    scale, declared, key = QUANTIZED[request.param]
+    tensors = llama(0)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        if request.param == "fp8":
+            tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+            tensors[name.removesuffix("weight") + scale] = np.full(
+                (rows // 8, columns // 8), 2, "f4"
+            )
+        else:
+            tensors[name] = (tensors[name] * 9).astype("i1")
+            tensors[name.removesuffix("weight") + scale] = np.full((rows, 1), 0.5, "f4")
+    write_model("q", 0, quantization_config={"quant_method": request.param, **declared})
+    xckpt.save(tensors, "q/model.safetensors", overwrite=True)
+    ds = xckpt.open("q")
+    assert ds[f"{UP}.weight"].dtype.kind not in "iu"
+    return ds, key
+
+
+class TestQuantizedModels:
+    """The config declares the quantisation of weights that are written as codes, and no other."""
+
+    def test_codes_that_are_written_stay_declared(self, quantized: tuple[xr.Dataset, str]) -> None:
+        ds, _ = quantized
+        rows = {name: grown(ds[name], 4) for name in (HEAD, TABLE)}
+        layer = [name for name in ds if ".layers.2." in str(name)]
+        for folder, edited in {
+            "fewer": ds.drop_vars(layer),
+            "norm": ds.assign({NORM: ds[NORM] * 2}),
+            "tokens": ds.drop_vars([HEAD, TABLE]).assign(rows),
+        }.items():
+            if folder == "norm":
+                edited.ckpt.save("norm/")
+            else:
+                with pytest.warns(CheckpointWarning, match="num_hidden_layers: 2|vocab_size: 36"):
+                    edited.ckpt.save(f"{folder}/")
+            assert config(folder)["quantization_config"] == config("q")["quantization_config"]
+            saved = xckpt.open(folder)
+            assert set(saved) == set(edited)
+            for name in saved:
+                np.testing.assert_array_equal(saved[name], edited[name])
+
+    def test_weights_that_became_dense_are_excluded(
+        self, quantized: tuple[xr.Dataset, str]
+    ) -> None:
+        ds, key = quantized
+        edited = ds.assign({f"{UP}.weight": ds[f"{UP}.weight"] * 2})
+        with pytest.warns(CheckpointWarning, match=rf"quantization_config\.{key}: 1 more module"):
+            edited.ckpt.save("out/")
+        before = config("q")["quantization_config"]
+        assert config("out")["quantization_config"] == before | {key: [*before.get(key, []), UP]}
+        np.testing.assert_array_equal(xckpt.open("out")[f"{UP}.weight"], edited[f"{UP}.weight"])
+
+    def test_dense_weights_have_no_declaration(self, quantized: tuple[xr.Dataset, str]) -> None:
+        (quantized[0] * 2).ckpt.save("out/")
+        assert "quantization_config" not in config("out")
+
+    def test_a_config_that_cannot_exclude_modules_is_left_out(
+        self, quantized: tuple[xr.Dataset, str]
+    ) -> None:
+        ds, key = quantized
+        declared = config("q")["quantization_config"] | {key: "lm_head"}
+        Path("q/config.json").write_text(json.dumps(LLAMA | {"quantization_config": declared}))
+        edited = ds.assign({f"{UP}.weight": ds[f"{UP}.weight"] * 2})
+        with pytest.warns(CheckpointWarning, match=r"no place for weights that are dense: 'model"):
+            edited.ckpt.save("out/")
+        assert "config.json" not in names("out")

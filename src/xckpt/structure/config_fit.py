@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import some
-from xckpt.structure.facts import model_facts, stated_sizes
+from xckpt.formatting import counted
+from xckpt.structure.facts import declarations_in, model_facts, stated_sizes
 from xckpt.structure.info import PARAMETERS
 from xckpt.structure.model import Structure
-from xckpt.structure.numbering import parse_name
+from xckpt.structure.numbering import parse_name, split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,11 +26,17 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = ["ConfigFit", "fit_config"]
+__all__ = ["ConfigFit", "fit_config", "fit_quantization", "remove_quantization"]
 
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
 _SHOWN = 3
+# Where methods of quantisation list modules that stay as they are.
+_EXCLUDED_KEYS = {
+    **dict.fromkeys(("fp8", "awq", "mxfp4"), "modules_to_not_convert"),
+    "compressed-tensors": "ignore",
+    "bitsandbytes": "llm_int8_skip_modules",
+}
 
 
 @dataclass(slots=True)
@@ -60,6 +67,32 @@ def fit_config(
     fit.missing = _missing(fit.config, structure, old, new, removed)
     _fit_axes(fit, sizes, structure, old, new)
     return fit
+
+
+def fit_quantization(fit: ConfigFit, dense: Sequence[str]) -> None:
+    """List modules as not quantised whose weights, of these names, are dense now."""
+    modules = list(dict.fromkeys(split_leaf(name)[0] for name in dense))
+    for place, value in declarations_in(fit.config) if modules else ():
+        method = value.get("quant_method") if isinstance(value, dict) else None
+        key = _EXCLUDED_KEYS.get(method) if isinstance(method, str) else None
+        listed = value.get(key) or [] if key else None
+        if not isinstance(listed, list):
+            names = some(list(dense), most=_SHOWN)
+            fit.problems.append(
+                f"{'.'.join(place)} has no place for weights that are dense: {names}"
+            )
+            continue
+        value[key] = [*listed, *(module for module in modules if module not in listed)]
+        fit.corrections.append(f"{'.'.join(place)}.{key}: {counted(len(modules), 'more module')}")
+
+
+def remove_quantization(config: dict[str, Any]) -> None:
+    """Remove the declarations of quantisation."""
+    for place, _ in list(declarations_in(config)):
+        section = config
+        for key in place[:-1]:
+            section = section[key]
+        section.pop(place[-1], None)
 
 
 def _layers(names: Iterable[str]) -> dict[str, dict[str, int]]:

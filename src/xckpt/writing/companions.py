@@ -1,9 +1,9 @@
 """Files that describe a model, written beside a new file of its tensors.
 
 They come from the folder of the checkpoint that most tensors are read or computed from, as far as
-they still hold. The config gets the sizes and the element type of the new tensors, and no
-``quantization_config`` if values were decoded; it is left out if it does not fit otherwise. Names
-of code are removed, and code is never copied.
+they still hold. The config gets the sizes and the element type of the new tensors, and keeps its
+``quantization_config`` if codes are written; it is left out if it does not fit otherwise. Names of
+code are removed, and code is never copied.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from xckpt.opening import open_index
 from xckpt.opening.names import part_of
 from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path, new_file
-from xckpt.structure.config_fit import fit_config
-from xckpt.structure.info import Described
+from xckpt.structure.config_fit import fit_config, fit_quantization, remove_quantization
+from xckpt.structure.facts import declarations_in, model_facts
+from xckpt.structure.info import Described, Role
+from xckpt.structure.model import Structure
 from xckpt.writing.payloads import source_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from xckpt.formats.plan import WantedTensor
+    from xckpt.index import Tensor
     from xckpt.structure.config_fit import ConfigFit
     from xckpt.writing.fitting import Changes
     from xckpt.writing.payloads import Gathered
@@ -66,6 +69,34 @@ class Origin:
     #: Tensors as the file and as the model has them; they differ if quantised.
     stored: Sequence[Described]
     decoded: Sequence[Described]
+    #: Names of the tensors that hold a quantised one, by its name.
+    codes: Mapping[str, Collection[str]]
+
+    def written(self, names: Mapping[str, str]) -> tuple[list[Described], list[str], list[str]]:
+        """Return the tensors in the form that is written, and names of quantised and dense ones.
+
+        `names` has the element types of the tensors to write.
+        """
+        stored = {tensor.name: tensor for tensor in self.stored}
+        before, quantized, dense = [], [], []
+        for tensor in self.decoded:
+            parts = [stored[name] for name in self.codes.get(tensor.name, ()) if name in stored]
+            if parts and all(names.get(part.name) == part.dtype for part in parts):
+                quantized.append(tensor.name)
+                before += parts
+                continue
+            before.append(tensor)
+            if parts and tensor.name in names:
+                dense.append(tensor.name)
+        return list({tensor.name: tensor for tensor in before}.values()), quantized, dense
+
+    def may_have_codes(self, config: Mapping[str, Any], types: Mapping[str, str]) -> bool:
+        """Return whether declarations of quantisation may hold without known quantised tensors."""
+        same = [tensor for tensor in self.stored if types.get(tensor.name) == tensor.dtype]
+        if len(same) == len(self.stored) or not list(declarations_in(config)):
+            return True
+        structure = Structure(self.stored, model_facts({"config": config}))
+        return any(structure[tensor.name].role is Role.CODES for tensor in same)
 
     def stem(self, names: Collection[str]) -> str:
         """Return the beginning of the file name that libraries look for, for these tensors."""
@@ -90,14 +121,20 @@ def origin_of(gathered: Gathered) -> Origin | None:
         place = files[0] if is_single else folder
         with suppress(OSError, ValueError, CheckpointError):
             stored, decoded = _tensors(place, whole=False), _tensors(place, whole=True)
-            return Origin(folder, [path.name for path in files], stored, decoded)
+            codes = {t.name: [part.name for part in (t.stored or {}).values()] for t in decoded}
+            names = [path.name for path in files]
+            return Origin(folder, names, _described(stored), _described(decoded), codes)
     return None
 
 
-def _tensors(path: Path, *, whole: bool) -> list[Described]:
+def _tensors(path: Path, *, whole: bool) -> list[Tensor]:
     source, index = open_index(str(path), whole=whole, silent=True, missing="ignore")
     source.close()
-    return [Described(t.name, t.dtype, t.shape) for t in index.tensors.values()]
+    return list(index.tensors.values())
+
+
+def _described(tensors: Iterable[Tensor]) -> list[Described]:
+    return [Described(t.name, t.dtype, t.shape) for t in tensors]
 
 
 class Companions(NamedTuple):
@@ -124,16 +161,18 @@ def companions_of(
 ) -> Companions:
     """Return the files that describe the origin of tensors and still hold for them."""
     after = [Described(t.name, t.dtype, t.shape) for t in tensors.values()]
-    is_stored = {t.name: t.dtype for t in origin.stored}.items() <= {
-        t.name: t.dtype for t in after
-    }.items()
-    before = origin.stored if is_stored else origin.decoded
+    types = {t.name: t.dtype for t in after}
+    before, quantized, dense = origin.written(types)
     names = [_CONFIG, _ADAPTER_CONFIG, *_OF_MODEL, *_OF_TOKENIZER]
     files = {name: path for name in names if _is_readable(path := origin.folder / name)}
     parsed = {name: _parsed(files[name]) for name in files if name in _PARSED}
     fit = fit_config(parsed.get(_CONFIG) or {}, before, after)
     if fit.missing and tensors.keys().isdisjoint(tensor.name for tensor in before):
         return Companions({})  # such as updates, which describe another model
+    if quantized or origin.may_have_codes(fit.config, types):
+        fit_quantization(fit, dense)
+    else:
+        remove_quantization(fit.config)
     dropped = _reasons(fit, files, len(before))
     for name in [name for name in files if name in dropped]:
         changes.add(f"not copied from {origin.folder.name}/, as {dropped[name]}", name)
@@ -145,7 +184,7 @@ def companions_of(
         if name == _CONFIG:
             for correction in fit.corrections:
                 changes.add(_CORRECTED, correction)
-            config = _with_types(fit.config, after, is_quantized=is_stored)
+            config = _with_types(fit.config, after)
             contents[name] = _json(config, parsed[name], path)
         elif name in _PARSED:
             contents[name] = _json(dict(parsed[name] or {}), parsed[name], path)
@@ -184,12 +223,8 @@ def _json(config: dict[str, Any], before: dict[str, Any] | None, path: Path) -> 
     return json.dumps(config, indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
 
 
-def _with_types(
-    config: dict[str, Any], tensors: Sequence[Described], *, is_quantized: bool
-) -> dict[str, Any]:
-    """Set the element type of tensors in a config, and remove the quantisation of decoded ones."""
-    if not is_quantized:
-        config.pop("quantization_config", None)
+def _with_types(config: dict[str, Any], tensors: Sequence[Described]) -> dict[str, Any]:
+    """Set the element type of tensors in a config."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if tensor.dtype in WIDE_FLOATS:
