@@ -172,3 +172,47 @@ def test_the_summary_of_a_result_names_the_loss(base: xr.Dataset, some: xr.Datas
 def test_pickled_results_know_the_loss(base: xr.Dataset, some: xr.Dataset) -> None:
     ds = pickle.loads(pickle.dumps(base + some))
     assert "4 of 7 tensors" in repr(ds.ckpt)
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+GAINED: dict[str, Callable[[xr.Dataset, xr.Dataset], xr.Dataset]] = {
+    "weights": lambda a, b: a * (1 - weights_of_layers(a)) + b * weights_of_layers(a),
+    "where": lambda a, b: a.where(a["layers"] < 2, b),
+    "concatenated": lambda a, b: xr.concat(
+        [a.isel(layers=[0]), b.isel(layers=[1, 2])], "layers", data_vars="all"
+    ),
+}
+
+
+def weights_of_layers(ds: xr.Dataset) -> xr.DataArray:
+    return xr.DataArray(np.array([0.0, 0.5, 1.0], "f4"), {"layers": ds["layers"]}, "layers")
+
+
+def test_axes_that_broadcasting_added_are_a_warning(tmp_path: Path) -> None:
+    models = []
+    for rows in (10, 5):
+        path = tmp_path / f"cnn{rows}.safetensors"
+        xckpt.save({"f.weight": np.ones((rows, 8)), "c.weight": np.ones((3, 3))}, path)
+        models.append(xckpt.open(path))
+    (text,) = warnings_of((models[0] + models[1]) / 2, tmp_path / "new.safetensors")
+    assert "f.weight 10x8x5, was 10x8 and 5x8" in text
+    assert "dimensions with other names broadcast" in text
+    assert "c.weight" not in text
+
+
+@pytest.mark.parametrize("derive", GAINED.values(), ids=GAINED)
+def test_axes_of_layers_in_unstacked_tensors_are_a_warning(
+    derive: Callable[..., xr.Dataset], tmp_path: Path
+) -> None:
+    a, b = (opened(tmp_path / f"{n}.safetensors", ALL, seed=n, stack=True) for n in range(2))
+    (text,) = warnings_of(derive(a, b), tmp_path / "new.safetensors")
+    assert f"{HEAD} 3x4x4, was 4x4" in text or f"{HEAD} 4x4x3, was 4x4" in text
+    assert "q_proj" not in text
+
+
+def test_selected_and_reduced_axes_are_no_warning(base: xr.Dataset, tmp_path: Path) -> None:
+    dim = base[HEAD].dims[0]
+    path = tmp_path / "new.safetensors"
+    assert warnings_of(base.isel({dim: slice(2)}) * 2, path) == []
+    assert warnings_of(base.mean(dim), path) == []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray, Opened
     from xckpt.datasets.tensors import OpenTensors
 
-__all__ = ["IN_MEMORY", "Loss", "losses"]
+__all__ = ["IN_MEMORY", "Loss", "SourceShapes", "losses"]
 
 #: Beginning of the names of layers of arrays in memory, as dask names them.
 IN_MEMORY = "array-"
@@ -156,3 +156,24 @@ def _forms(name: str, names: set[str], modules: Mapping[str, str]) -> Iterator[_
                 yield _Form(name[:start], name[end:], leaf)
                 return
         start = name.find(".", start) + 1
+
+
+class SourceShapes:
+    """The shapes of the tensors that computed tensors of the same names begin with."""
+
+    def __init__(self) -> None:
+        self._by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
+
+    def shapes(self, name: str, array: Any) -> list[tuple[int, ...]]:
+        """Return the different shapes of the stored tensors of a name in a computed array."""
+        if not is_dask_array(array) or lazy_of(array) is not None:
+            return []
+        shapes = {}
+        for layer, lazy in lazies_in(array).items():
+            if layer not in self._by_layer:
+                origins = [at.tensor for at in lazy.tensor_origins if at.role is None]
+                self._by_layer[layer] = {tensor.name: tensor.shape for tensor in origins}
+            shape = self._by_layer[layer].get(name)
+            if shape is not None:
+                shapes[shape] = None
+        return list(shapes)

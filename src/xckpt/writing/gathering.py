@@ -28,7 +28,7 @@ from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import lazies_in, lazy_of
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.datasets.combining import unrounded
-from xckpt.datasets.losses import IN_MEMORY, losses
+from xckpt.datasets.losses import IN_MEMORY, SourceShapes, losses
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.elements import ELEMENT_TYPES
@@ -66,6 +66,7 @@ _WIDENED = (
     "dtype='float32' avoids it"
 )
 _TURNED = "axes in another order than in the model, as after vector * matrix; this restores it"
+_BROADCAST = "more axes than in their sources, as dimensions with other names broadcast"
 # Names of dask's layers; others, such as casts and quantiles, choose their type.
 _ARITHMETIC = ("add-", "sub-", "mul-", "truediv-", "pow-", "neg-")
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
@@ -241,6 +242,7 @@ def _iter_tensors(
     """Yield the tensors of all variables, with parts joined; errors go to `changes.lost`."""
     joined = _join_parts(variables)
     tensor_of = {part: tensor for tensor, parts in joined.items() for part in parts.values()}
+    sources = SourceShapes()
     for name, variable in variables.items():
         tensor_name = tensor_of.get(name)
         if tensor_name is None:
@@ -253,6 +255,10 @@ def _iter_tensors(
                 tensor = _tensor(name, variable, dims, changes)
                 if isinstance(tensor, Computed) and _is_turned(tensor, axes):
                     changes.add(_TURNED, f"{name}.transpose{axes}")
+                shapes = sources.shapes(name, data_of(variable))
+                if shapes and variable.ndim > max(map(len, shapes)):
+                    before = " and ".join(map(_by_axes, shapes))
+                    changes.add(_BROADCAST, f"{name} {_by_axes(variable.shape)}, was {before}")
                 yield tensor
         elif tensor_name in joined:
             parts = joined.pop(tensor_name)
@@ -266,6 +272,10 @@ def _iter_tensors(
             yield Unchanged(
                 replace(tensor, name=tensor_name, attrs=first.attrs, path=path), readers
             )
+
+
+def _by_axes(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _join_parts(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
