@@ -216,3 +216,47 @@ def test_selected_and_reduced_axes_are_no_warning(base: xr.Dataset, tmp_path: Pa
     path = tmp_path / "new.safetensors"
     assert warnings_of(base.isel({dim: slice(2)}) * 2, path) == []
     assert warnings_of(base.mean(dim), path) == []
+
+
+# --- numbers of layers ----------------------------------------------------------------------------
+
+
+def saved_layers(ds: xr.Dataset, path: Path) -> dict[str, Any]:
+    ds.ckpt.save(path, overwrite=True)
+    return {str(name): tensor.values for name, tensor in xckpt.open(path).items()}
+
+
+@pytest.mark.parametrize("scale", [None, 2.0], ids=["stored", "computed"])
+def test_layers_in_another_order_keep_their_numbers_with_a_warning(
+    scale: float | None, tmp_path: Path
+) -> None:
+    a = opened(tmp_path / "a.safetensors", ALL, stack=True)
+    a = a if scale is None else a * scale
+    turned = a.isel(layers=[2, 1, 0])
+    path = tmp_path / "new.safetensors"
+    with pytest.warns(CheckpointWarning, match="layers in another order.*own numbers.*2,1,0"):
+        new = saved_layers(turned, path)
+    np.testing.assert_array_equal(new[Q[2]], a.ckpt[Q[2]])
+
+    renumbered = turned.assign_coords(layers=turned["layers"].copy(data=range(3)))
+    new = saved_layers(renumbered, path)
+    assert new.keys() == set(ALL)
+    np.testing.assert_array_equal(new[Q[0]], a.ckpt[Q[2]])
+
+
+def test_numbers_of_layers_are_no_tensor(tmp_path: Path) -> None:
+    a = opened(tmp_path / "a.safetensors", ALL, stack=True)
+    shorter = a.isel(layers=[0, 2]).assign_coords(layers=range(2))
+    new = saved_layers(shorter, tmp_path / "new.safetensors")
+    assert new.keys() == {*Q[:2], *UP[:2], HEAD}
+    np.testing.assert_array_equal(new[Q[1]], a.ckpt[Q[2]])
+
+
+def test_stacks_whose_coordinate_was_replaced_are_a_warning(tmp_path: Path) -> None:
+    a = opened(tmp_path / "a.safetensors", ALL, stack=True)
+    shorter = (a * 2).isel(layers=[0, 2]).assign_coords(layers=range(2))
+    (text,) = warnings_of(shorter, tmp_path / "new.safetensors")
+    assert "written as one" in text
+    assert "'model.layers.self_attn.q_proj.weight'" in text
+    assert ".copy(data=" in text
+    assert warnings_of((a * 2).mean("layers"), tmp_path / "new.safetensors") == []

@@ -159,21 +159,25 @@ def _forms(name: str, names: set[str], modules: Mapping[str, str]) -> Iterator[_
 
 
 class SourceShapes:
-    """The shapes of the tensors that computed tensors of the same names begin with."""
+    """The shapes of the tensors that computed variables begin with."""
 
     def __init__(self) -> None:
         self._by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
 
+    def _of(self, layer: str, lazy: LazyArray) -> dict[str, tuple[int, ...]]:
+        if layer not in self._by_layer:
+            tensors = [origin.tensor for origin in lazy.tensor_origins if origin.role is None]
+            self._by_layer[layer] = {tensor.name: tensor.shape for tensor in tensors}
+        return self._by_layer[layer]
+
     def shapes(self, name: str, array: Any) -> list[tuple[int, ...]]:
         """Return the different shapes of the stored tensors of a name in a computed array."""
-        if not is_dask_array(array) or lazy_of(array) is not None:
-            return []
-        shapes = {}
-        for layer, lazy in lazies_in(array).items():
-            if layer not in self._by_layer:
-                origins = [at.tensor for at in lazy.tensor_origins if at.role is None]
-                self._by_layer[layer] = {tensor.name: tensor.shape for tensor in origins}
-            shape = self._by_layer[layer].get(name)
-            if shape is not None:
-                shapes[shape] = None
-        return list(shapes)
+        shapes = [self._of(*item).get(name) for item in lazies_in(array).items()]
+        return list(dict.fromkeys([shape for shape in shapes if shape is not None]))
+
+    def is_stack(self, name: str, array: Any) -> bool:
+        """Return whether an array is computed from a stack of the same name, with all its axes."""
+        return any(
+            lazy.name == name and len(lazy.shape) == array.ndim and len(self._of(layer, lazy)) > 1
+            for layer, lazy in lazies_in(array).items()
+        )

@@ -252,6 +252,16 @@ class OpenTensors:
         order = encoding.get("file_order", encoding.get("flat_order", ()))
         return unstacked_variables(self.variables, self._indexes_of, order)
 
+    def stacked_dims(self) -> dict[str, xr.Variable | None]:
+        """Return the coordinates of the dimensions that stacking made, without those of steps."""
+        coords: dict[str, xr.Variable | None] = {}
+        for name, variable in self.variables.items():
+            record = stack_of(variable)
+            for dim in () if record is None else record.dims:
+                if record is not None and dim != record.run and dim not in coords:
+                    coords[dim] = self._indexes_of(name).get(dim)
+        return coords
+
     def coord_tensors(self, dims: Collection[Any]) -> dict[str, xr.Variable]:
         """Return coordinates by tensor name; if stacking made them, only indexes along `dims`.
 
@@ -259,9 +269,10 @@ class OpenTensors:
         """
         tensors: dict[str, xr.Variable] = {}
         runs = {record.run for record in marks_of_run(self._root.encoding).values()}
+        stacked = set(self.stacked_dims())
         for path, coords in self._flat.coords.items():
             for name, coord in coords.items():
-                is_made = is_made_by_stacking(coord) or name in runs
+                is_made = is_made_by_stacking(coord) or name in runs or name in stacked
                 if is_made and (coord.dims != (name,) or name not in dims):
                     continue
                 if not coord.dims and "tensor" not in coord.encoding and (runs or name == _LEVEL):

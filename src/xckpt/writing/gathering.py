@@ -67,6 +67,10 @@ _WIDENED = (
 )
 _TURNED = "axes in another order than in the model, as after vector * matrix; this restores it"
 _BROADCAST = "more axes than in their sources, as dimensions with other names broadcast"
+_NO_NUMBERS = (
+    "stacks written as one tensor, as the coordinate with their numbers was dropped or replaced "
+    "(ds.assign_coords(layers=ds['layers'].copy(data=numbers)) renumbers layers)"
+)
 # Names of dask's layers; others, such as casts and quantiles, choose their type.
 _ARITHMETIC = ("add-", "sub-", "mul-", "truediv-", "pow-", "neg-")
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
@@ -184,6 +188,10 @@ def listed(
         if not isinstance(name, str):
             raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
     dims = {dim for variable in variables.values() for dim in variable.dims}
+    for dim, coord in tensors.stacked_dims().items():
+        numbers = [] if coord is None else np.atleast_1d(coord.values).tolist()
+        if numbers != sorted(numbers):
+            changes.add(_renumbered(dim, len(numbers)), ",".join(map(str, numbers)))
     coords = []
     for name, coord in tensors.coord_tensors(dims).items():
         if element_type(coord.dtype) is None:
@@ -196,6 +204,11 @@ def listed(
     same_format = format is not None and root.encoding.get("format") == format
     inferred = _inferred_dims(variables, obj.attrs)
     return _iter_tensors(variables, changes, inferred, same_format=same_format), coords
+
+
+def _renumbered(dim: str, count: int) -> str:
+    call = f"ds.assign_coords({dim}=ds[{dim!r}].copy(data=range({count})))"
+    return f"{dim} in another order are saved under their own numbers ({call} renumbers them)"
 
 
 def _inferred_dims(
@@ -253,12 +266,8 @@ def _iter_tensors(
                 axes = inferred.get(name, ())
                 dims = _dims(name, variable, axes, same_format=same_format)
                 tensor = _tensor(name, variable, dims, changes)
-                if isinstance(tensor, Computed) and _is_turned(tensor, axes):
-                    changes.add(_TURNED, f"{name}.transpose{axes}")
-                shapes = sources.shapes(name, data_of(variable))
-                if shapes and variable.ndim > max(map(len, shapes)):
-                    before = " and ".join(map(_by_axes, shapes))
-                    changes.add(_BROADCAST, f"{name} {_by_axes(variable.shape)}, was {before}")
+                if isinstance(tensor, Computed):
+                    _note_axes(tensor, axes, sources, changes)
                 yield tensor
         elif tensor_name in joined:
             parts = joined.pop(tensor_name)
@@ -272,6 +281,21 @@ def _iter_tensors(
             yield Unchanged(
                 replace(tensor, name=tensor_name, attrs=first.attrs, path=path), readers
             )
+
+
+def _note_axes(
+    tensor: Computed, axes: tuple[str, ...], sources: SourceShapes, changes: Changes
+) -> None:
+    """Note axes of a computed tensor that its sources do not have, or not in this order."""
+    name, array = tensor.name, data_of(tensor.variable)
+    if _is_turned(tensor, axes):
+        changes.add(_TURNED, f"{name}.transpose{axes}")
+    if sources.is_stack(name, array):
+        changes.add(_NO_NUMBERS, name)
+    shapes = sources.shapes(name, array)
+    if shapes and array.ndim > max(map(len, shapes)):
+        before = " and ".join(map(_by_axes, shapes))
+        changes.add(_BROADCAST, f"{name} {_by_axes(array.shape)}, was {before}")
 
 
 def _by_axes(shape: tuple[int, ...]) -> str:
