@@ -128,6 +128,17 @@ def test_tensors_that_the_user_left_out_are_no_loss(
     assert warnings_of(derive(base, some, tuned), tmp_path / "new.safetensors") == []
 
 
+def test_an_array_for_one_of_the_tensors_drops_all_others(
+    base: xr.Dataset, tmp_path: Path
+) -> None:
+    path = tmp_path / "new.safetensors"
+    (text,) = warnings_of(base + {HEAD: np.ones((4, 4), "f4")}, path)
+    assert "6 of 7 tensors of base.safetensors missing" in text
+    row = xr.DataArray(np.ones(4, "f4"), dims=base[HEAD].dims[:1])
+    assert warnings_of(base[[HEAD]] * row, path) == []
+    assert warnings_of(base[[HEAD]] * 2, path) == []
+
+
 def test_tensors_that_were_not_opened_are_no_loss(some: xr.Dataset, tmp_path: Path) -> None:
     base = opened(tmp_path / "base.safetensors", ALL, tensors="*.q_proj.*")
     assert warnings_of(base + some, tmp_path / "new.safetensors") == []

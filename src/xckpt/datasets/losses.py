@@ -57,6 +57,7 @@ class _Uses:
         # The arrays in memory that it needs, by their names in the graph.
         self.in_memory: list[frozenset[str]] = []
         self._by_layer: dict[str, set[Opened]] = {}
+        self._has_factor = False  # in the last variable
 
     def add(self, array: Any) -> None:
         """Add the array of a variable."""
@@ -68,8 +69,10 @@ class _Uses:
                 self._by_layer[name] = self._read(lazy)
             opened |= self._by_layer[name]
         self.needs.append(opened)
-        layers = () if lazy_of(array) is not None else array.dask.layers
-        self.in_memory.append(frozenset([n for n in layers if n.startswith(IN_MEMORY)]))
+        layers = {} if lazy_of(array) is not None else array.dask.layers
+        in_memory = {n: layer for n, layer in layers.items() if n.startswith(IN_MEMORY)}
+        self.in_memory.append(frozenset(in_memory))
+        self._has_factor = any(_broadcasts(layer, array) for layer in in_memory.values())
 
     def _read(self, lazy: LazyArray) -> set[Opened]:
         opened = set()
@@ -84,9 +87,18 @@ class _Uses:
         users = [number for number, needs in enumerate(self.needs) if opened in needs]
         yield from set.intersection(*[self.needs[number] for number in users]) - {opened}
         in_memory = [self.in_memory[number] for number in users]
-        # One array for all variables is a factor, and no Dataset that could lack tensors.
-        if all(in_memory) and not frozenset.intersection(*in_memory):
+        # One array for all variables is a factor, and no Dataset that could lack tensors. So is
+        # one that broadcasts to a single variable.
+        is_one = len(self.needs) == 1 and not self._has_factor
+        if all(in_memory) and (is_one or not frozenset.intersection(*in_memory)):
             yield None
+
+
+def _broadcasts(layer: Mapping[Any, Any], array: Any) -> bool:
+    """Return whether the array of a layer in memory is smaller than a result."""
+    shape = getattr(next(iter(layer.values()), None), "shape", ())
+    sizes = zip(shape, array.shape, strict=False)
+    return len(shape) < array.ndim or any(size == 1 < largest for size, largest in sizes)
 
 
 def losses(tensors: OpenTensors) -> list[Loss]:
