@@ -132,6 +132,7 @@ SHAPES = {
     "mlp.down_proj": (8, 16), "input_layernorm": (8,), "post_attention_layernorm": (8,),
 }  # fmt: skip
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+NORM = "model.norm.weight"
 
 
 def llama(seed: int, layers: int = 3) -> dict[str, Any]:
@@ -319,6 +320,28 @@ class TestResults:
         assert config("out") == LLAMA | {"vocab_size": 30}
         assert "tokenizer.json" not in names("out")
 
+    def test_numbers_of_tokens_without_a_row_are_named(self) -> None:
+        tokens = {"bos_token_id": 1, "eos_token_id": [2, 31], "pad_token_id": 30}
+        Path("a/config.json").write_text(json.dumps(LLAMA | tokens))
+        text = r"no row: 'eos_token_id: 31', 'pad_token_id: 30'"
+        with pytest.warns(CheckpointWarning, match=text):
+            xckpt.open("a").isel(vocab=slice(30)).ckpt.save("out/")
+        assert config("out") == LLAMA | tokens | {"vocab_size": 30}
+
+    def test_an_adapter_that_sets_most_tensors_is_not_the_origin(self) -> None:
+        saved = {
+            f"base_model.model.{name}": value
+            for name, value in llama(7).items()
+            if name != NORM and "q_proj" not in name
+        }
+        saved |= {name: lora.values for name, lora in xckpt.open("lora").items()}
+        xckpt.save(saved, "lora/adapter_model.safetensors", overwrite=True)
+        merged = xckpt.open("a").ckpt.merge("lora")
+        np.testing.assert_array_equal(merged[HEAD], saved[f"base_model.model.{HEAD}"])
+        merged.ckpt.save("out/")
+        described = ["config.json", "generation_config.json", "model.safetensors"]
+        assert names("out") == [*described, "tokenizer.json"]
+
     def test_all_new_names_are_another_convention(self) -> None:
         xckpt.convert("a", "out/", names=lambda name: name.removeprefix("model."))
         assert config("out") == LLAMA
@@ -331,6 +354,32 @@ class TestResults:
         with pytest.warns(CheckpointWarning, match="num_hidden_layers: 2"):
             with_layers([0, 2]).ckpt.save("a/", overwrite=True)
         assert config("a")["num_hidden_layers"] == 2
+
+    def test_an_existing_config_stays_and_no_warning_claims_otherwise(self) -> None:
+        Path("out").mkdir()
+        Path("out/config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 4}))
+        Path("out/tokenizer.json").write_text("[]")
+        with pytest.warns(CheckpointWarning) as caught:
+            (total() / 2).ckpt.save("out/")
+        (text,) = [str(warning.message) for warning in caught]
+        assert "overwrite=True" in text
+        assert "'num_hidden_layers: 4, not 3': 'config.json'" in text
+        assert "differs from that of the tensors: 'tokenizer.json'" in text
+        assert config("out")["num_hidden_layers"] == 4
+        for folder, layers in (("other", 4), ("right", 2)):
+            Path(folder).mkdir()
+            value = json.dumps(LLAMA | {"num_hidden_layers": layers}, indent=layers)
+            Path(folder, "config.json").write_text(value)
+        with pytest.warns(CheckpointWarning, match="'num_hidden_layers: 4, not 2'") as caught:
+            with_layers([0, 2]).ckpt.save("other/")
+        assert "new values" not in str(caught[0].message)
+        with_layers([0, 2]).ckpt.save("right/")
+
+    def test_a_config_that_stays_beside_other_tensors_is_named(self) -> None:
+        make, text = PROBLEMS["layers with gaps"]
+        with pytest.warns(CheckpointWarning, match=rf"{text}.*may not fit: 'config\.json'"):
+            make().ckpt.save("a/", overwrite=True)
+        assert config("a") == LLAMA
 
     def test_a_deferred_result_has_the_files_after_it_is_computed(self) -> None:
         later = (total() / 2).ckpt.save("out/", compute=False)
@@ -398,7 +447,6 @@ QUANTIZED: dict[str, Any] = {
         "ignore",
     ),
 }
-NORM = "model.norm.weight"
 UP = "model.layers.0.mlp.up_proj"
 
 

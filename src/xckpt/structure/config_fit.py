@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = ["ConfigFit", "fit_config", "fit_quantization", "remove_quantization"]
+__all__ = ["ConfigFit", "fit_config", "fit_quantization"]
 
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
@@ -50,8 +50,9 @@ class ConfigFit:
     problems: list[str] = field(default_factory=list)
     #: Weights of the model that are missing.
     missing: list[str] = field(default_factory=list)
-    #: Whether the vocabulary lost rows.
+    #: Whether the vocabulary lost rows, and numbers of tokens that have none: "pad_token_id: 32".
     has_fewer_tokens: bool = False
+    unknown_tokens: dict[str, None] = field(default_factory=dict)
 
 
 def fit_config(
@@ -66,11 +67,29 @@ def fit_config(
     removed = _fit_layers(fit, sizes.get("layer"), structure, new)
     fit.missing = _missing(fit.config, structure, old, new, removed)
     _fit_axes(fit, sizes, structure, old, new)
+    if fit.has_fewer_tokens and "vocab" in sizes:
+        _check_tokens(fit, sizes["vocab"])
     return fit
 
 
-def fit_quantization(fit: ConfigFit, dense: Sequence[str]) -> None:
-    """List modules as not quantised whose weights, of these names, are dense now."""
+def _check_tokens(fit: ConfigFit, size: StatedSize) -> None:
+    """Find numbers of tokens without a row in a vocabulary that became smaller."""
+    for section in (fit.config, size.section):
+        for key, value in section.items():
+            numbers = value if isinstance(value, list) else [value]
+            if key.endswith("_token_id"):
+                fit.unknown_tokens |= {
+                    f"{key}: {number}": None
+                    for number in numbers
+                    if type(number) is int and number >= size.section[size.key]
+                }
+
+
+def fit_quantization(fit: ConfigFit, dense: Sequence[str], *, is_quantized: bool) -> None:
+    """List modules as not quantised whose weights are dense; remove declarations if all are."""
+    if not is_quantized:
+        _remove_quantization(fit.config)
+        return
     modules = list(dict.fromkeys(split_leaf(name)[0] for name in dense))
     for place, value in declarations_in(fit.config) if modules else ():
         method = value.get("quant_method") if isinstance(value, dict) else None
@@ -86,7 +105,7 @@ def fit_quantization(fit: ConfigFit, dense: Sequence[str]) -> None:
         fit.corrections.append(f"{'.'.join(place)}.{key}: {counted(len(modules), 'more module')}")
 
 
-def remove_quantization(config: dict[str, Any]) -> None:
+def _remove_quantization(config: dict[str, Any]) -> None:
     """Remove the declarations of quantisation."""
     for place, _ in list(declarations_in(config)):
         section = config

@@ -24,7 +24,7 @@ from xckpt.opening import open_index
 from xckpt.opening.names import part_of
 from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path, new_file
-from xckpt.structure.config_fit import fit_config, fit_quantization, remove_quantization
+from xckpt.structure.config_fit import fit_config, fit_quantization
 from xckpt.structure.facts import declarations_in, model_facts
 from xckpt.structure.info import Described, Role
 from xckpt.structure.model import Structure
@@ -54,6 +54,7 @@ _OF_MODEL = ("generation_config.json", "preprocessor_config.json", "processor_co
 _PARSED = frozenset({_CONFIG, "tokenizer_config.json", "processor_config.json"})
 # Names that libraries look for in the place of "model": peft, mlx-lm, diffusers.
 _STEMS = frozenset({"adapter_model", "adapters", "diffusion_pytorch_model"})
+_MOST_FOLDERS = 16
 _LARGEST_NBYTES = 256 << 20
 _LARGEST_CONFIG_NBYTES = 16 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -115,7 +116,9 @@ def origin_of(gathered: Gathered) -> Origin | None:
     folders: Counter[Path] = Counter()
     for name, path in paths.items():
         folders[path if path.is_dir() else path.parent] += counts[name]
-    for folder, _ in folders.most_common(1):
+    origins: list[Origin] = []
+    written = {payload.name for payload in gathered.payloads}
+    for folder, _ in folders.most_common(_MOST_FOLDERS):
         files = [path for path in paths.values() if path.parent == folder]
         is_single = len(files) == 1 and part_of(files[0].name) is None
         place = files[0] if is_single else folder
@@ -123,8 +126,11 @@ def origin_of(gathered: Gathered) -> Origin | None:
             stored, decoded = _tensors(place, whole=False), _tensors(place, whole=True)
             codes = {t.name: [part.name for part in (t.stored or {}).values()] for t in decoded}
             names = [path.name for path in files]
-            return Origin(folder, names, _described(stored), _described(decoded), codes)
-    return None
+            origins.append(Origin(folder, names, _described(stored), _described(decoded), codes))
+            # An adapter may set more tensors than its base keeps, but has other names.
+            if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
+                return origins[-1]
+    return origins[0] if origins else None
 
 
 def _tensors(path: Path, *, whole: bool) -> list[Tensor]:
@@ -157,7 +163,7 @@ class Companions(NamedTuple):
 
 
 def companions_of(
-    origin: Origin, tensors: Mapping[str, WantedTensor], changes: Changes
+    origin: Origin, tensors: Mapping[str, WantedTensor], target: Target, changes: Changes
 ) -> Companions:
     """Return the files that describe the origin of tensors and still hold for them."""
     after = [Described(t.name, t.dtype, t.shape) for t in tensors.values()]
@@ -169,26 +175,55 @@ def companions_of(
     fit = fit_config(parsed.get(_CONFIG) or {}, before, after)
     if fit.missing and tensors.keys().isdisjoint(tensor.name for tensor in before):
         return Companions({})  # such as updates, which describe another model
-    if quantized or origin.may_have_codes(fit.config, types):
-        fit_quantization(fit, dense)
-    else:
-        remove_quantization(fit.config)
+    is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
+    fit_quantization(fit, dense, is_quantized=is_quantized)
     dropped = _reasons(fit, files, len(before))
-    for name in [name for name in files if name in dropped]:
-        changes.add(f"not copied from {origin.folder.name}/, as {dropped[name]}", name)
     contents: dict[str, bytes | Path] = {}
     for name, path in files.items():
         if name in dropped or parsed.get(name, {}) is None:
             continue
         contents[name] = path
         if name == _CONFIG:
-            for correction in fit.corrections:
-                changes.add(_CORRECTED, correction)
             config = _with_types(fit.config, after)
             contents[name] = _json(config, parsed[name], path)
         elif name in _PARSED:
             contents[name] = _json(dict(parsed[name] or {}), parsed[name], path)
+    for name in [name for name in files if name in dropped]:
+        changes.add(f"not copied from {origin.folder.name}/, as {dropped[name]}", name)
+        if Path(target.companion(name)).exists():
+            changes.add("stays in the folder as it is, and may not fit", name)
+    _add_changes(changes, contents, fit, target)
     return Companions(contents)
+
+
+def _add_changes(
+    changes: Changes, contents: Mapping[str, bytes | Path], fit: ConfigFit, target: Target
+) -> None:
+    """Add new values of a config that is written, and files that stay and differ."""
+    for name, content in contents.items():
+        existing = Path(target.companion(name))
+        if existing.exists() and not target.overwrite:
+            if difference := _difference(existing, content):
+                changes.add(f"stays as it is without overwrite=True, and {difference}", name)
+        elif name == _CONFIG:
+            for correction in fit.corrections:
+                changes.add(_CORRECTED, correction)
+            for token in fit.unknown_tokens:
+                changes.add("config.json names tokens that have no row", token)
+
+
+def _difference(existing: Path, content: bytes | Path) -> str:
+    """Return how a file differs from new contents; empty if it does not."""
+    new = content if isinstance(content, bytes) else content.read_bytes()
+    if existing.is_file() and existing.stat().st_size == len(new) and existing.read_bytes() == new:
+        return ""
+    document = _parsed(existing) if existing.name == _CONFIG and _is_readable(existing) else None
+    if document is None:
+        return "differs from that of the tensors"
+    wanted = parse_json(new)
+    keys = [key for key in wanted if document.get(key) != wanted[key]]
+    states = [f"{k}: {document.get(k)}, not {wanted[k]}" for k in keys if type(wanted[k]) is int]
+    return f"states {some(states or keys, 'values', 3)}" if keys else ""
 
 
 def _reasons(fit: ConfigFit, names: Collection[str], count: int) -> dict[str, str]:

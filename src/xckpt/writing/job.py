@@ -404,7 +404,7 @@ def write_job(
         overwritten = {_resolved(name) for name in paths if target.overwrite}
         companions = None
         if origin is not None:
-            companions = companions_of(origin, draft.tensors, fitting.changes)
+            companions = companions_of(origin, draft.tensors, target, fitting.changes)
         job = WriteJob(
             plan,
             payloads,
