@@ -467,8 +467,10 @@ class TestFitting:
     def test_weights_alone(self, tmp_path: Path, capsys: Any) -> None:
         xckpt.save({"w": zeros(1024)}, tmp_path / "m.npz")
         assert main(["footprint", str(tmp_path / "m.npz"), "--fits", "4KiB"]) == 0
-        assert "without cache, activations" in capsys.readouterr().out
-        assert main(["footprint", str(tmp_path / "m.npz"), "--fits", "4095"]) == 1
+        out = capsys.readouterr().out
+        assert "fits 4KiB" in out
+        assert "without cache, activations" in out
+        assert main(["footprint", str(tmp_path / "m.npz"), "--fits", "4095B"]) == 1
 
     def test_an_unknown_cache_is_no_result(self, tmp_path: Path, capsys: Any) -> None:
         xckpt.save({"w": zeros(1024)}, tmp_path / "m.npz")

@@ -235,6 +235,7 @@ COMMANDS = {
     "steps run --columns loss": "xckpt stats 'run' --by step",
     "stats m.npz --dim out": "dimensions are 'd4_1', 'd4_2', or positions such as -1",
     "stats m.npz --only weight": "'weights'",
+    "footprint m.npz --fits 24": "did you mean '24GB'?",
     "stats run --by layer": "run has several checkpoints: --by step,layer",
     "spectrum run": "run has several checkpoints: --by step",
     "convert m.npz n.npz --rename *.q q": "it takes REGEX NEW, where .* stands for the * of globs",
@@ -279,6 +280,8 @@ def test_repeated_options_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(columns.split()) == 0
     head = capsys.readouterr().out.splitlines()[0].split()
     assert head == ["layer", "module", "tensors", "std", "max", "min"]
+    assert main("stats m.npz --quantile 0.1 --quantile 0.9".split()) == 0
+    assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["q0.1", "q0.9"]
     renames = ["--rename", "^layers", "h", "--rename", r"^h\.(\d)", r"x\1"]
     assert main(["convert", "m.npz", "n.npz", *renames]) == 0
     assert [*xckpt.read_index("n.npz")][:2] == ["x0.q", "x0.mlp"]
@@ -297,6 +300,13 @@ def test_a_renaming_without_a_match_warns(capsys: pytest.CaptureFixture[str]) ->
         xckpt.compare("m.npz", "n.npz", names=("nothere.", "x."))
     assert main(["convert", "m.npz", "cli.npz", "--rename", "nothere.", "x."]) == 0
     assert "'nothere.' matches none of the names" in capsys.readouterr().err
+
+
+def test_findings_of_an_empty_selection_blame_the_selection() -> None:
+    with pytest.warns(xckpt.CheckpointWarning, match="matches none"):
+        ds = xckpt.open("m.npz", tensors="layer.*")
+    [reason] = ds.ckpt.findings()["explanation"]
+    assert reason == "the selection has none of the 6 tensors of the file"
 
 
 def test_a_filter_without_a_match_is_answered_with_one_that_matches() -> None:

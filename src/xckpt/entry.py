@@ -318,7 +318,8 @@ def footprint(
     rows, structure = contents.rows, contents.structure
     names = None if context else [row.name for row in rows]
     attrs = attrs_with_config(names, contents.source, contents.attrs, storage_options)
-    memory = Memory(cache_of(structure, attrs), context or 0, batch, cache_dtype, limit)
+    stated = fits if isinstance(fits, str) and not fits[-1].isdigit() else ""
+    memory = Memory(cache_of(structure, attrs), context or 0, batch, cache_dtype, limit, stated)
     dataset = footprint_dataset(
         footprint_of(rows, structure, attrs),
         memory,

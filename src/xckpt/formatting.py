@@ -24,6 +24,7 @@ _PARENTHESES = re.compile(r"\([^()]{,60}\)")
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _COUNT_UNITS = ("", "K", "M", "B", "T")
 _LONGEST_FILE_NAME = 80
+_FEWEST_BYTES = 10**6  # of a size that has no unit
 _WIDEST_WORD = 32
 _WIDEST_SHAPE = 24
 _LONGEST_STRING = 40
@@ -118,6 +119,8 @@ def parse_size(name: str, value: Any) -> int:
     if type(nbytes) is not int or nbytes < 1:
         expected = "a number of bytes, or a text such as '5GB' or '500MiB'"
         raise ValueError(f"{name} must be {expected}, not {value!r}")
+    if match is not None and value[-1].isdigit() and nbytes < _FEWEST_BYTES:
+        raise ValueError(f"{name}={value} has no unit: did you mean '{value}GB'?")
     return nbytes
 
 

@@ -230,7 +230,7 @@ def test_only_shards_have_an_index(tmp_path: Path) -> None:
 
 def test_deferred_saving_of_shards(tmp_path: Path) -> None:
     later = xckpt.save(
-        dataset().chunk(), tmp_path / "model.safetensors", compute=False, max_shard_size="900"
+        dataset().chunk(), tmp_path / "model.safetensors", compute=False, max_shard_size="900 B"
     )
     assert names(tmp_path) == []
     later.compute()

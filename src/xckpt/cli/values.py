@@ -103,7 +103,9 @@ def stats(
     facts = () if dims else _FACTS
     existing = [*facts, *statistic_names(quantiles or QUANTILES)]
     default = [name for name in _STATISTICS if name in existing]
-    chosen = _chosen(columns or default, existing, None if sort in (keys or ()) else sort)
+    requested = [name for name in statistic_names(quantiles) if name not in statistic_names(())]
+    of_columns = None if sort in (keys or ()) else sort
+    chosen = _chosen(columns or default, existing, of_columns, *requested)
     most_wanted = [sort or "", *_MAIN_STATISTICS]
     order: dict[str, Any] = {"sort": sort, "ascending": ascending, "limit": limit}
     require_rules(ignore)

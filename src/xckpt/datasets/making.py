@@ -584,6 +584,8 @@ def finish_dataset(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
         "namespace": next_namespace(),
         "file_nbytes": own_nbytes + shards_nbytes,
     }
+    if index.tensors and not ds.variables:
+        ds.encoding["unselected"] = len(index.tensors)
     if index.warnings:
         ds.encoding["warnings"] = index.warnings
     if index.facts:

@@ -152,6 +152,8 @@ class DescribedTensors(NamedTuple):
     run: str | None = None
     #: Code that other programs import or run when they load the file.
     risks: tuple[CodeFinding, ...] = ()
+    #: Number of tensors in the file if a selection matches none of them.
+    unselected: int = 0
 
     @property
     def of_one_step(self) -> DescribedTensors:
@@ -378,7 +380,8 @@ class OpenTensors:
     @property
     def origin(self) -> DescribedTensors:
         """Descriptions of the tensors."""
-        return DescribedTensors(self.structure, self.shared, self.run, self.risks)
+        unselected = self._root.encoding.get("unselected", 0)
+        return DescribedTensors(self.structure, self.shared, self.run, self.risks, unselected)
 
     @property
     def risks(self) -> tuple[CodeFinding, ...]:

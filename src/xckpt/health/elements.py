@@ -35,7 +35,9 @@ class Empty(Rule):
         else:
             structure = evidence.origin.structure
         if not structure:
-            yield RuleFinding(0, "", self.name, 0.0, NO_TENSORS)
+            count = evidence.origin.unselected if evidence.origin else 0
+            reason = f"the selection has none of the {count:,} tensors of the file"
+            yield RuleFinding(0, "", self.name, 0.0, reason if count else NO_TENSORS)
         rows = {name: row for row, name in enumerate(evidence.names)}
         by_reason: dict[str, list[str]] = {}
         for name, reason in empty_weights(structure).items():

@@ -151,6 +151,8 @@ class Memory:
         Element type of keys and values, or a name of `PRECISIONS`; by default as the model.
     limit : int, optional
         Size of the memory, in bytes.
+    stated : str
+        This size in the user's spelling, if it has one.
     """
 
     cache: ModelCache
@@ -158,6 +160,7 @@ class Memory:
     batch: int = 1
     dtype: str | None = None
     limit: int | None = None
+    stated: str = ""
 
     @property
     def cache_dtype(self) -> str:
@@ -359,6 +362,8 @@ def footprint_dataset(
         variables |= _in_memory(memory, stored, sizes)
         left_out = _LEFT_OUT if memory.context else f"cache, {_LEFT_OUT}"
         attrs |= {"left_out": left_out, "context": memory.context, "batch": memory.batch}
+        if memory.limit is not None:
+            attrs["limit"] = memory.stated or binary_size(memory.limit)
         if memory.caches():
             attrs["cache_dtype"] = memory.cache_dtype
         if memory.unknown:
@@ -394,7 +399,7 @@ def footprint_blocks(footprint: xr.Dataset) -> list[Block] | None:
     blocks: list[Block] = [heading]
     for dim, count in _TABLES.items():
         if len(values.get(dim, ())) >= (2 if dim in {"group", "component"} else 1):
-            blocks.append(_size_table(values, dim, count))
+            blocks.append(_size_table(values, dim, count, str(attrs.get("limit", ""))))
     return [*blocks, *(_sentences(attrs, values) if "left_out" in attrs else ())]
 
 
@@ -416,7 +421,7 @@ def _facts(attrs: Mapping[Any, Any], values: Mapping[str, Any]) -> list[str]:
     return facts
 
 
-def _size_table(values: Mapping[str, Any], dim: str, count: str) -> Table:
+def _size_table(values: Mapping[str, Any], dim: str, count: str, limit: str) -> Table:
     """Return the sizes along a dimension, with their `count` of elements."""
     nbytes = values[f"{dim}_nbytes"]
     total = max(nbytes) if dim == "precision" else sum(nbytes)
@@ -437,7 +442,6 @@ def _size_table(values: Mapping[str, Any], dim: str, count: str) -> Table:
     if f"{dim}_total" in values and "cache" in values:
         columns.append((Field("with the cache", "size"), values[f"{dim}_total"]))
     if f"{dim}_fits" in values:
-        limit = binary_size(values["limit_nbytes"])
         columns.append((Field(f"fits {limit}", "word"), values[f"{dim}_fits"]))
     rows = list(zip(*[cells for _, cells in columns], strict=True))
     return Table([field for field, _ in columns], rows)
@@ -453,7 +457,7 @@ def _sentences(attrs: Mapping[Any, Any], values: Mapping[str, Any]) -> list[Bloc
     text = f"{kind} as stored take {size}, without {attrs['left_out']}"
     if "fits" in values:
         verdict = {"yes": "fits", "no": "does not fit", "unknown": "may fit"}[values["fits"]]
-        text += f": {verdict} {binary_size(values['limit_nbytes'])}"
+        text += f": {verdict} {attrs['limit']}"
     return [*sentences, Sentence("", text)]
 
 
