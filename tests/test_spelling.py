@@ -192,6 +192,25 @@ GUESSES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a path": (lambda _: xckpt.table("m.npz"), r"xckpt\.table\(xckpt\.stats\('m\.npz'\)\)"),  # type: ignore[arg-type]
     "dim": (lambda ds: ds.ckpt.stats(dim="out"), "dimensions are 'd4_1', 'd4_2'"),
     "dim of a pair": (lambda ds: ds.ckpt.compare("m.npz", dim="out"), "dimensions are 'd4_1'"),
+    "rename": (
+        lambda _: cast("Any", xckpt.convert)("m.npz", "n.npz", rename=("a", "b")),
+        "did you mean 'names'.*pairs of a regular expression",
+    ),
+    "metadata": (
+        lambda _: cast("Any", xckpt.convert)("m.npz", "n.npz", metadata={}),
+        "did you mean 'set_attrs'",
+    ),
+    "findings": (
+        lambda _: cast("Any", xckpt.verify)("m.npz", findings=True),
+        r"ds\.ckpt\.findings\(\)",
+    ),
+    "arrays": (lambda ds: ds.ckpt.to_numpy(), r"\{name: v\.values for name, v in ds\.items\(\)\}"),
+    "torch": (lambda ds: ds.ckpt.to_torch(), r"torch\.from_numpy\(v\.values\)"),
+    "merge": (lambda _: cast("Any", xckpt).merge, r"\.ckpt\.merge\(adapter\)"),
+    "resize": (lambda _: cast("Any", xckpt).resize, r"xckpt\.resize_adapter"),
+    "size": (lambda ds: ds.ckpt.stats().ckpt.table(sort="size"), "did you mean 'nbytes'"),
+    "size of a model": (lambda ds: ds.ckpt.table(sort="size"), r"ds\.ckpt\.stats\(\)\.ckpt\.table"),
+    "rule": (lambda ds: ds.ckpt.findings("nan"), "'nan' is a rule.*ignore="),
     "column": (lambda ds: ds.ckpt.stats().ckpt.table(sort="xyzzy"), "columns are "),
 }
 
@@ -236,6 +255,15 @@ COMMANDS = {
     "stats m.npz --dim out": "dimensions are 'd4_1', 'd4_2', or positions such as -1",
     "stats m.npz --only weight": "'weights'",
     "footprint m.npz --fits 24": "did you mean '24GB'?",
+    "convert m.npz n.npz --metadata a=b": "did you mean --set KEY=VALUE?",
+    "manifest m.npz --check m.json": "did you mean xckpt verify 'm.npz' --manifest JSON?",
+    "manifest m.npz --xyzzy": "it has -o, --output",
+    "info m.npz --sort size": "xckpt stats 'm.npz' --sort nbytes",
+    "stats m.npz --csv t.csv": "xckpt.stats('m.npz').ckpt.table().to_csv(new)",
+    "stats m.npz --sort size": "did you mean 'nbytes'?",
+    "resize a.npz": "in Python: xckpt.resize_adapter(path, new)",
+    "merge m.npz a.npz": "in Python: xckpt.open(path).ckpt.merge(adapter)",
+    "compare m.npz m.npz --tensors layer.*": "in m.npz or m.npz; did you mean 'layers.*'?",
     "stats run --by layer": "run has several checkpoints: --by step,layer",
     "spectrum run": "run has several checkpoints: --by step",
     "convert m.npz n.npz --rename *.q q": "it takes REGEX NEW, where .* stands for the * of globs",
@@ -280,7 +308,7 @@ def test_repeated_options_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(columns.split()) == 0
     head = capsys.readouterr().out.splitlines()[0].split()
     assert head == ["layer", "module", "tensors", "std", "max", "min"]
-    assert main("stats m.npz --quantile 0.1 --quantile 0.9".split()) == 0
+    assert main(["stats", "m.npz", "--quantile", "0.1", "--quantile", "0.9"]) == 0
     assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["q0.1", "q0.9"]
     renames = ["--rename", "^layers", "h", "--rename", r"^h\.(\d)", r"x\1"]
     assert main(["convert", "m.npz", "n.npz", *renames]) == 0
@@ -300,6 +328,37 @@ def test_a_renaming_without_a_match_warns(capsys: pytest.CaptureFixture[str]) ->
         xckpt.compare("m.npz", "n.npz", names=("nothere.", "x."))
     assert main(["convert", "m.npz", "cli.npz", "--rename", "nothere.", "x."]) == 0
     assert "'nothere.' matches none of the names" in capsys.readouterr().err
+
+
+def test_tables_have_sizes_on_request() -> None:
+    result = xckpt.stats("m.npz")
+    assert "nbytes" not in result.ckpt.table()
+    assert result.ckpt.table(sort="nbytes")["nbytes"].tolist() == [64] * 6
+    facts = result.ckpt.table(["dtype", "shape", "nbytes"], limit=1)
+    assert facts.iloc[0].tolist() == ["float32", (4, 4), 64]
+
+
+def test_a_table_sorted_by_likeness_begins_with_the_largest_change() -> None:
+    changed = {name: v.values for name, v in xckpt.open("m.npz").items()}
+    changed["layers.1.q"] = -changed["layers.1.q"]
+    xckpt.save(changed, "n.npz")
+    result = xckpt.compare("m.npz", "n.npz")
+    assert result.ckpt.table(sort="cosine").index[0] == "layers.1.q"
+    assert result.ckpt.table(sort="cosine", ascending=False).index[0] != "layers.1.q"
+
+
+def test_numbers_of_tokens_may_be_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("8k", "8K", "8192"):
+        assert xckpt.footprint("m.npz", context=text).attrs["context"] == 8192
+    with pytest.raises(ValueError, match="context must be a number"):
+        xckpt.footprint("m.npz", context="many")
+    assert main(["footprint", "m.npz", "--context", "8k", "--json"]) == 0
+    assert '"context": 8192' in capsys.readouterr().out
+
+
+def test_a_singular_module_is_answered_with_the_plural() -> None:
+    with pytest.raises(KeyError, match="did you mean 'layers'"):
+        xckpt.open("m.npz").ckpt.sel(layer=1)
 
 
 def test_findings_of_an_empty_selection_blame_the_selection() -> None:

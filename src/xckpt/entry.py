@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
@@ -41,9 +42,11 @@ _INSTEAD = {
     "xckpt.open([path])": "open_mfdataset open_many open_shards load_sharded",
     "xckpt.open(path).ckpt": "info summary describe show print inspect display head ls tree",
     "xckpt.open(path).ckpt.explore()": "explore browse view",
+    "xckpt.open(path).ckpt.merge(adapter)": "merge merge_adapter merge_lora fuse combine",
+    "xckpt.resize_adapter(path, new)": "resize resize_lora",
     "xckpt.open(path).ckpt.find('*')": "find select sel filter search",
     "xckpt.open(path).ckpt.plot": "plot hist draw",
-    "xarray.open_datatree(path, engine='npz')": "open_datatree open_tree load_tree DataTree",
+    "xarray.open_datatree(path)": "open_datatree open_tree load_tree DataTree",
     "xckpt.read_index(path)": "open_index header read_header metadata keys names tensors "
     "list list_tensors",
     "xckpt.footprint(path)": "memory size vram fits count_parameters num_parameters",
@@ -220,7 +223,7 @@ def footprint(
     obj: Describable,
     tensors: TensorFilter | None = None,
     *,
-    context: int | None = None,
+    context: int | str | None = None,
     batch: int = 1,
     cache_dtype: str | None = None,
     fits: int | str | None = None,
@@ -237,9 +240,10 @@ def footprint(
     ----------
     obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         Checkpoint to describe.
-    context : int, optional
-        Number of tokens of each sequence; adds the state that the model keeps of them: keys and
-        values, windows of them, latent vectors, recurrent states.
+    context : int or str, optional
+        Number of tokens of each sequence, also as ``"8k"`` for 8192; adds the state
+        that the model keeps of them: keys and values, windows of them, latent vectors, recurrent
+        states.
     batch : int, default 1
         Number of sequences.
     cache_dtype : str, optional
@@ -309,6 +313,8 @@ def footprint(
     from xckpt.opening.configs import attrs_with_config
     from xckpt.structure.caches import cache_of
 
+    if isinstance(context, str) and (match := _TOKENS.fullmatch(context)):
+        context = int(match[1]) * (1024 if match[2] else 1)
     for name, number in (("context", 1 if context is None else context), ("batch", batch)):
         if type(number) is not int or not 0 < number <= _MOST_TOKENS:
             raise ValueError(f"{name} must be a number from 1 to {_MOST_TOKENS}, not {number!r}")
@@ -330,6 +336,7 @@ def footprint(
 
 
 _MOST_TOKENS = 1 << 40
+_TOKENS = re.compile(r"(\d{1,13})([kK]?)")
 
 
 def hint_for(name: str) -> str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OF_FRAMES",
+    "RENAMING",
     "Forwarded",
     "OpenKeywords",
     "ScanOptions",
@@ -95,7 +96,8 @@ sort : str, optional
     result.
 ascending : bool, optional
     Sort from the smallest to the largest. By default only names and keys of groups are, from A to
-    Z.
+    Z, and measures that are larger for a smaller change: ``cosine``, ``equal_fraction``,
+    ``sqnr_db``.
 limit : int, optional
     Largest number of rows. All by default.
 ignore : str or iterable of str, optional
@@ -217,6 +219,11 @@ OF_FRAMES: dict[str, Any] = {
     "sort": "the result is a DataFrame: .sort_values({value!r})",
     "limit": "the result is a DataFrame: .head({value!r})",
 }
+#: What other options that rename are answered with.
+RENAMING = (
+    "did you mean 'names'? It takes a mapping, a function, or pairs of a regular expression and "
+    "its replacement: names=('^model[.]', '')"
+)
 # Calls that have options which functions of checkpoints lack.
 _ELSEWHERE = {
     "by": "its result has it: result.ckpt.by({value!r})",

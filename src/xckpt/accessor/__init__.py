@@ -72,6 +72,10 @@ _INSTEAD = {
     "report": "html to_html markdown",
     "manifest()": "hash digest checksum sha256 fingerprint",
 }
+_OF_DATASETS = {
+    "{name: v.values for name, v in ds.items()}": "to_numpy numpy arrays to_dict state_dict",
+    "{name: torch.from_numpy(v.values) for name, v in ds.items()}": "to_torch torch",
+}
 #: Type of the object: selections of a tree are trees.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
@@ -132,6 +136,8 @@ class CheckpointAccessor(Generic[Obj]):
             public = [name for name in vars(CheckpointAccessor) if not name.startswith("_")]
             suggestion = suggest_word(name, _INSTEAD, public)
             hint = f"it has {', '.join(public)}"
+            if call := suggest_word(name, _OF_DATASETS):
+                hint = f"{call} has the arrays"
             if suggestion:
                 hint = f"did you mean .ckpt.{suggestion}?"
             raise AttributeError(f".ckpt has no attribute {name!r}; {hint}")

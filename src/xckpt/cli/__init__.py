@@ -54,6 +54,11 @@ _INSTEAD = {
     "--help": "help man usage",
 }
 
+_IN_PYTHON = {
+    "xckpt.open(path).ckpt.merge(adapter).ckpt.save(new)": "merge fuse merge_adapter",
+    "xckpt.resize_adapter(path, new)": "resize resize_adapter",
+}
+
 _STATUSES = """\b
 Exit status:
   0    success
@@ -137,6 +142,8 @@ class _Commands(click.Group):
 
                 suggestion = suggest_word(first, _INSTEAD, self.commands)
                 hint = f"; did you mean 'xckpt {suggestion}'?" if suggestion else ""
+                if call := suggest_word(first, _IN_PYTHON):
+                    hint = f"; in Python: {call}"
                 ctx.fail(f"{shown(first)} is neither a command nor a file{hint}")
             args = ["info", *args]
         return super().resolve_command(ctx, args)

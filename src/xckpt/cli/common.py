@@ -184,6 +184,7 @@ def complain(message: str) -> None:
     """Print a message to standard error, with unprintable characters escaped."""
     message = _OPEN_IN_PYTHON.sub(r"'xckpt \1'", _IN_PYTHON.sub(_as_option, message))
     message = message.replace("skip_unreadable=True", "--skip-unreadable")
+    message = message.replace("dtype=, ds.drop_encoding() writes", "--dtype, xckpt writes")
     message = _STEPS_IN_PYTHON.sub(r"'xckpt steps \1'", message)
     click.echo(f"xckpt: {printable(message)}", err=True)
 
@@ -279,10 +280,13 @@ def _read_names(file: str) -> dict[str, str]:
 
 def require_columns(columns: Iterable[str], existing: Sequence[str]) -> None:
     """Raise an error in usage for a column that does not exist."""
+    from xckpt.statistics.tables import column_meant
+
     for column in columns:
         if column not in existing:
             similar = get_close_matches(column, existing, n=1)
             hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            hint = column_meant(column) if "nbytes" in existing and not similar else hint
             reason = f"there is no column {column!r}, only {', '.join(existing)}"
             raise click.UsageError(reason + hint)
 

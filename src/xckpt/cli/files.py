@@ -42,7 +42,7 @@ __all__ = ["browse", "convert", "footprint", "info", "manifest", "steps", "verif
 # --- info ----------------------------------------------------------------------------------------
 
 
-@command("json")
+@command("json", sort="tensors by size: xckpt stats {file} --sort nbytes")
 @click.argument("file")
 @click.option("--all", "everything", is_flag=True, help="List all patterns of names.")
 @click.option(
@@ -202,7 +202,7 @@ def browse(file: str, other: str | None, reading: FileInput) -> int:
 
 @command("json")
 @click.argument("file")
-@click.option("--context", type=int, metavar="N", help="Number of tokens of each sequence.")
+@click.option("--context", metavar="N", help="Number of tokens of each sequence, or 8k.")
 @click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences.")
 @click.option(
     "--cache-dtype", metavar="TYPE", help="Element type of keys and values; that of the model."
@@ -270,6 +270,9 @@ def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json:
 # --- convert -------------------------------------------------------------------------------------
 
 
+_SET = "did you mean --set KEY=VALUE?"
+
+
 class _WritableFormat(click.Choice[str]):
     """The formats that can be written; they are imported when they are listed or chosen."""
 
@@ -281,7 +284,7 @@ class _WritableFormat(click.Choice[str]):
         return tuple([format.name for format in formats.loaded() if format.can.types])
 
 
-@command("rename skip-unreadable overwrite progress json")
+@command("rename skip-unreadable overwrite progress json", metadata=_SET, attrs=_SET)
 @click.argument("file")
 @click.argument("new")
 @click.option(
@@ -464,7 +467,7 @@ def _whole_number(key: str, text: str) -> int:
 # --- manifest ------------------------------------------------------------------------------------
 
 
-@command("overwrite progress")
+@command("overwrite progress", check="did you mean xckpt verify {file} --manifest JSON?")
 @click.argument("file")
 @click.option("-o", "--output", metavar="PATH", help="The new file; standard output by default.")
 def manifest(file: str, reading: FileInput, *, output: str | None, overwrite: bool) -> int:

@@ -143,6 +143,10 @@ _OPTIONS: dict[str, Callable[..., Any]] = {
 _READING = ("engine", "tensors", "exclude", "only", "storage-option")
 
 
+def _spelled(flag: str) -> str:
+    return f"{'-' if len(flag) == 1 else '--'}{flag.replace('_', '-')}"
+
+
 class _Command(click.Command):
     """A command that answers unknown options with the one that is meant."""
 
@@ -161,10 +165,10 @@ class _Command(click.Command):
                 for flag in (*param.opts, *param.secondary_opts)
             }
             meant = option_meant(name, flags)
-            hint = f"it has {', '.join(f'--{flag}'.replace('_', '-') for flag in flags)}"
+            hint = f"it has {', '.join(map(_spelled, flags))}"
             if meant:
                 value = f" {flags[meant].metavar}" if flags[meant].metavar else ""
-                hint = f"did you mean --{meant.replace('_', '-')}{value}?"
+                hint = f"did you mean {_spelled(meant)}{value}?"
             if name in self.elsewhere:
                 file = next((text for text in arguments if not text.startswith("-")), "FILE")
                 hint = self.elsewhere[name].format(file=shown(file))

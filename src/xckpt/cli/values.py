@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,7 +58,13 @@ _WORDS = {
 # --- stats ---------------------------------------------------------------------------------------
 
 
-@command("ignore columns sort ascending limit by dim no-cache progress json")
+_AS_CSV = "--json prints a document; in Python: xckpt.stats({file}).ckpt.table().to_csv(new)"
+
+
+@command(
+    "ignore columns sort ascending limit by dim no-cache progress json",
+    **dict.fromkeys(("csv", "format", "output"), _AS_CSV),
+)
 @click.argument("file")
 @click.option("--findings", "only_findings", is_flag=True, help="Print only suspicious values.")
 @click.option(
@@ -324,6 +331,7 @@ def compare(
     much. In a terminal the table then has twenty rows, unless --limit states another number.
     """
     from xckpt.comparison import compare as compute
+    from xckpt.labels.filters import suggest_filters
     from xckpt.statistics import (
         OF_CODES,
         attribute_sentence,
@@ -345,7 +353,8 @@ def compare(
         raise click.UsageError(f"{write_names} already exists")
     both = replace(reading, tensors=(), exclude=(), only=None)
     ours, theirs = both.contents(a), both.contents(b)
-    with usage_errors():
+    with usage_errors(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "tensors=.* matches no tensor of a or b")  # see below
         result = compute(
             ours,
             theirs,
@@ -365,7 +374,8 @@ def compare(
     if write_names is not None:
         _write_names(write_names, matched_names(result))
     if frame.empty and reading.tensors:
-        raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
+        hint = suggest_filters([*ours.names, *theirs.names], list(reading.tensors))
+        raise click.UsageError(f"--tensors matches no tensor in {a} or {b}{hint}")
     frame = arranged(frame, sort=sort, ascending=ascending)
     is_good, conclusion = _conclusion(result, frame, has_bounds=bool(bounds))
     sentences = [] if dims else [str(line) for line in comparison_lines(frame)]

@@ -35,7 +35,7 @@ from xckpt.comparison.relate import relate_known
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_filters
-from xckpt.options import ScanOptions, renamed, takes
+from xckpt.options import RENAMING, ScanOptions, renamed, takes
 from xckpt.progress import Progress
 from xckpt.scan.entries import (
     Described,
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
 @takes(
     ScanOptions,
     atol="did you mean fail_above={{'max_abs': {value!r}}}?",
+    rename=RENAMING,
     rtol="did you mean fail_above={{'rel_l2': {value!r}}}?",
 )
 def compare(

@@ -5,6 +5,7 @@ A stacked variable has a record of its members; see `xckpt.datasets.stack_record
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -305,9 +306,9 @@ def select_modules(obj: Obj, indexers: Mapping[Any, Any], *, by_position: bool =
         if module not in numbers:
             existing = {*numbers, *OpenTensors(obj).structure.repeated_modules()}
             modules = ", ".join(map(shown, sorted(existing))) or "none"
-            raise KeyError(
-                f"no tensor is in numbered modules {shown(str(module))}; there are {modules}"
-            )
+            similar = get_close_matches(str(module), sorted(existing), n=1)
+            hint = f"did you mean {shown(similar[0])}?" if similar else f"there are {modules}"
+            raise KeyError(f"no tensor is in numbered modules {shown(str(module))}; {hint}")
     selected_numbers = {
         module: _select_numbers(numbers[module], module, key, by_position=by_position)
         for module, key in indexers.items()

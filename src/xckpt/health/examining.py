@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -185,7 +186,8 @@ def findings(
         evidence = Evidence.of(given)
         known = [] if evidence.origin is None else [evidence.origin.structure]
         chosen = combined(tensors, options["exclude"], options["only"], lambda: known)
-        return _judge(evidence, ignored_rules(ignore), chosen)
+        with _no_rule(tensors):
+            return _judge(evidence, ignored_rules(ignore), chosen)
     return examine(obj, tensors, ignore=ignore, **options)[1]
 
 
@@ -204,21 +206,36 @@ def examine(
     progress, cache = options["progress"], options["cache"]
     subject: Any = contents_of(obj, options["storage_options"])  # opens the file once
     chosen = filter_of(tensors, options, subject)
-    result = compute_stats(
-        subject,
-        chosen,
-        quantiles=quantiles,
-        exact_quantiles=exact_quantiles,
-        channels=True,
-        progress=progress,
-        cache=cache,
-    )
+    with _no_rule(tensors):
+        result = compute_stats(
+            subject,
+            chosen,
+            quantiles=quantiles,
+            exact_quantiles=exact_quantiles,
+            channels=True,
+            progress=progress,
+            cache=cache,
+        )
     with paused_collector():
         entries = entries_of(subject, chosen=chosen, silent=True)  # `stats` has warned
         readers = [reader for entry in entries for reader in entry.readers]
     run = run_dim(subject.coords)
     evidence = Evidence.of(result, run, readers=readers, progress=progress, cache=cache)
     return result, _judge(evidence, ignored)
+
+
+@contextmanager
+def _no_rule(tensors: TensorFilter | None) -> Iterator[None]:
+    """Add a hint to an error if the name of a rule is not one of tensors."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(tensors, str) and tensors in RULES:
+            hint = (
+                f"{tensors!r} is a rule, by which the column 'rule' selects and ignore= leaves out"
+            )
+            raise ValueError(f"{error}; {hint}") from error
+        raise
 
 
 def _judge(

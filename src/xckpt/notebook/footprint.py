@@ -163,6 +163,11 @@ class Memory:
     stated: str = ""
 
     @property
+    def limit_attrs(self) -> dict[str, str]:
+        """Size of the memory as text, if it has one."""
+        return {} if self.limit is None else {"limit": self.stated or binary_size(self.limit)}
+
+    @property
     def cache_dtype(self) -> str:
         """Element type of keys and values, or the name of a precision."""
         if self.dtype is not None:
@@ -362,8 +367,7 @@ def footprint_dataset(
         variables |= _in_memory(memory, stored, sizes)
         left_out = _LEFT_OUT if memory.context else f"cache, {_LEFT_OUT}"
         attrs |= {"left_out": left_out, "context": memory.context, "batch": memory.batch}
-        if memory.limit is not None:
-            attrs["limit"] = memory.stated or binary_size(memory.limit)
+        attrs |= memory.limit_attrs
         if memory.caches():
             attrs["cache_dtype"] = memory.cache_dtype
         if memory.unknown:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.datasets.stack_records import stack_of
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import shown
 from xckpt.index import paused_collector
-from xckpt.labels.filters import suggest_names
+from xckpt.labels.filters import suggest_names, suggest_word
 from xckpt.options import TableOptions, takes
 from xckpt.scan.entries import member_names
 from xckpt.statistics.definitions import STATISTICS
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
+    from xckpt.structure import Structure
     from xckpt.typing import Array
 
 #: Statuses of a pair of tensors; the statistic ``status`` is the position in this tuple.
@@ -50,8 +52,12 @@ MAIN_COLUMNS = (
     *("status", "outcome", "cause", "nan", "inf", "rel_l2", "max_abs", "equal_fraction"),
     *("mean", "std", "min", "max", "rmse", "cosine", "sqnr_db", "count"),
 )
+#: Columns that a table has if they are listed or sorted by.
+FACTS = ("dtype", "shape", "nbytes")
 #: Names of the index of a table, which also select the column of names in a command.
 NAMES_OF_ROWS = ("name", "tensor")
+# Measures that are larger for a smaller change.
+_OF_LIKENESS = frozenset({"cosine", "equal_fraction", "sqnr_db"})
 _WHOLE_NUMBERS = tuple(statistic.name for statistic in STATISTICS if statistic.whole)
 
 
@@ -106,6 +112,11 @@ def table(
         hint = f": xckpt.table(xckpt.stats({str(argument)!r}))" if is_path else ""
         raise TypeError(text + hint)
     frame = _group_frame(result) if has_groups(result) else _frame(result)
+    names = {options.get("sort"), *([columns] if isinstance(columns, str) else columns or ())}
+    origin = result.encoding.get("origin")
+    if origin is not None and not has_groups(result):
+        for fact in names.intersection(FACTS).difference(frame):
+            frame[fact] = _facts(fact, frame.index, origin.structure)
     order = [] if "affected" in frame else [name for name in MAIN_COLUMNS if name in frame]
     order = ["tensors", *order] if "tensors" in frame else order
     frame = frame[[*order, *(name for name in frame if name not in order)]]
@@ -130,7 +141,8 @@ def arranged(
     elif sort is not None:
         _require_column(frame, sort)
         sizes = (lambda shapes: shapes.map(prod)) if sort == "shape" else None
-        frame = frame.sort_values(sort, ascending=bool(ascending), kind="stable", key=sizes)
+        is_rising = sort in _OF_LIKENESS if ascending is None else ascending
+        frame = frame.sort_values(sort, ascending=is_rising, kind="stable", key=sizes)
     if columns is not None:
         listed = [columns] if isinstance(columns, str) else list(columns)
         listed = list(frame) if listed == ["all"] else listed
@@ -141,9 +153,29 @@ def arranged(
     return frame if limit is None else frame.head(limit)
 
 
+def _facts(fact: str, names: Iterable[str], structure: Structure) -> list[Any]:
+    """Return the stored type, shape or size of each tensor."""
+    tensors = [structure.described(name) if name in structure else None for name in names]
+    if fact == "dtype":
+        return [tensor.dtype if tensor else "" for tensor in tensors]
+    if fact == "shape":
+        return [tensor.shape if tensor else () for tensor in tensors]
+    return [
+        prod(t.shape) * ELEMENT_TYPES[t.dtype].bits // 8 if t and t.dtype in ELEMENT_TYPES else 0
+        for t in tensors
+    ]
+
+
+def column_meant(name: str) -> str:
+    """Return the end of an error message about a column of another name; empty if unknown."""
+    word = suggest_word(name, {"nbytes": "size bytes memory file_size"})
+    return f"; did you mean {word!r}?" if word else ""
+
+
 def _require_column(frame: pd.DataFrame, name: str) -> None:
     if name not in frame:
-        hint = suggest_names(map(str, frame), name) or f"; columns are {', '.join(map(str, frame))}"
+        hint = column_meant(name) or suggest_names(map(str, frame), name)
+        hint = hint or f"; columns are {', '.join(map(str, frame))}"
         raise ValueError(f"there is no column {name!r}{hint}")
 
 

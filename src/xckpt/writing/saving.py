@@ -27,7 +27,7 @@ from xckpt.labels.renaming import edited_attrs, new_names
 from xckpt.notebook.documents import Heading, Sentence
 from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
-from xckpt.options import takes
+from xckpt.options import RENAMING, takes
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.structure import structure_of
@@ -166,7 +166,11 @@ def save(
 
 
 @into_folder
-@takes()
+@takes(
+    rename=RENAMING,
+    attrs="did you mean 'set_attrs'?",
+    metadata="did you mean 'set_attrs'?",
+)
 def convert(
     src: OpenPath,
     dst: str | PathLike[str],
@@ -206,8 +210,8 @@ def convert(
         Name of the new format; inferred from the suffix of `dst` by default.
     names : mapping, callable, or pairs of regular expressions and replacements, optional
         New names by old names, such as ``result.ckpt.names`` of a comparison. A mapping may omit
-        names that stay the same; pairs apply in order, as by `re.sub`. Values of renamed tensors are
-        copied as well.
+        names that stay the same; pairs apply in order, as by `re.sub`. Values of renamed tensors
+        are copied as well.
     set_attrs : mapping of str to value, optional
         Attributes of the new file to add or to replace. A number, a truth value or a list stays
         one, and a key of GGUF keeps its type if that holds the value.

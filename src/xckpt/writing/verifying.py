@@ -203,7 +203,7 @@ class Report(Shown):
         return [*blocks, *([Sentence("hint", more(rest, "finding"))] if rest > 0 else [])]
 
 
-@takes(TransferOptions)
+@takes(TransferOptions, findings="xckpt.findings(path) and ds.ckpt.findings() check values")
 def verify(
     path: OpenPath,
     engine: str | None = None,
