@@ -206,7 +206,7 @@ GUESSES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "arrays": (lambda ds: ds.ckpt.to_numpy(), r"\{name: v\.values for name, v in ds\.items\(\)\}"),
     "torch": (lambda ds: ds.ckpt.to_torch(), r"torch\.from_numpy\(v\.values\)"),
-    "merge": (lambda _: cast("Any", xckpt).merge, r"\.ckpt\.merge\(adapter\)"),
+    "merge": (lambda _: cast("Any", xckpt).merge, r"\.ckpt\.merge"),
     "resize": (lambda _: cast("Any", xckpt).resize, r"xckpt\.resize_adapter"),
     "size": (lambda ds: ds.ckpt.stats().ckpt.table(sort="size"), "did you mean 'nbytes'"),
     "size of a model": (lambda ds: ds.ckpt.table(sort="size"), r"ds\.ckpt\.stats\(\)\.ckpt\.table"),
