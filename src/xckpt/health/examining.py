@@ -231,9 +231,7 @@ def _no_rule(tensors: TensorFilter | None) -> Iterator[None]:
         yield
     except ValueError as error:
         if isinstance(tensors, str) and tensors in RULES:
-            hint = (
-                f"{tensors!r} is a rule: the column 'rule' selects it, ignore= leaves it out"
-            )
+            hint = f"{tensors!r} is a rule: the column 'rule' selects it, ignore= leaves it out"
             raise ValueError(f"{error}; {hint}") from error
         raise
 
