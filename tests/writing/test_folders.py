@@ -334,7 +334,7 @@ class TestResults:
             for name, value in llama(7).items()
             if name != NORM and "q_proj" not in name
         }
-        saved |= {name: lora.values for name, lora in xckpt.open("lora").items()}
+        saved |= {str(name): lora.values for name, lora in xckpt.open("lora").items()}
         xckpt.save(saved, "lora/adapter_model.safetensors", overwrite=True)
         merged = xckpt.open("a").ckpt.merge("lora")
         np.testing.assert_array_equal(merged[HEAD], saved[f"base_model.model.{HEAD}"])
@@ -342,9 +342,15 @@ class TestResults:
         described = ["config.json", "generation_config.json", "model.safetensors"]
         assert names("out") == [*described, "tokenizer.json"]
 
-    def test_all_new_names_are_another_convention(self) -> None:
+    def test_names_without_a_usual_prefix_keep_the_config(self) -> None:
         xckpt.convert("a", "out/", names=lambda name: name.removeprefix("model."))
         assert config("out") == LLAMA
+
+    @pytest.mark.parametrize("old", ["", "model.norm"])
+    def test_other_names_do_not_fit_the_config(self, old: str) -> None:
+        with pytest.warns(CheckpointWarning, match=r"no tensor has the name .* any more: 'config"):
+            xckpt.convert("a", "out/", names=lambda name: name.replace(old, f"base.{old}", 1))
+        assert names("out") == ["model.safetensors", "tokenizer.json"]
 
     def test_overwriting_replaces_the_config(self) -> None:
         (total() / 2).ckpt.save("out/")

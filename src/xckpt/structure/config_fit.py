@@ -31,6 +31,8 @@ __all__ = ["ConfigFit", "fit_config", "fit_quantization"]
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
 _SHOWN = 3
+# Wrappers, and usual prefixes of a base model, in their order.
+_PREFIXES = ("_orig_mod.", "module.", "model.", "transformer.")
 # Where methods of quantisation list modules that stay as they are.
 _EXCLUDED_KEYS = {
     **dict.fromkeys(("fp8", "awq", "mxfp4"), "modules_to_not_convert"),
@@ -65,7 +67,7 @@ def fit_config(
     structure = Structure(before, model_facts({"config": config}))
     old, new = ({tensor.name: tensor.shape for tensor in side} for side in (before, after))
     removed = _fit_layers(fit, sizes.get("layer"), structure, new)
-    fit.missing = _missing(fit.config, structure, old, new, removed)
+    fit.missing = _missing(fit, structure, old, new, removed)
     _fit_axes(fit, sizes, structure, old, new)
     if fit.has_fewer_tokens and "vocab" in sizes:
         _check_tokens(fit, sizes["vocab"])
@@ -182,7 +184,7 @@ def _correct(fit: ConfigFit, size: StatedSize, value: int) -> None:
 
 
 def _missing(
-    config: Mapping[str, Any],
+    fit: ConfigFit,
     structure: Structure,
     old: Mapping[str, Shape],
     new: Mapping[str, Shape],
@@ -191,14 +193,26 @@ def _missing(
     """Return the weights of the model that are missing, unless all of them have other names."""
     missing = [name for name in old if name not in new and name not in removed]
     if Counter([old[n] for n in missing]) == Counter([s for n, s in new.items() if n not in old]):
-        return []  # renamed
-    is_tied = config.get("tie_word_embeddings") is True
+        names = {_without_prefix(name, fit.config) for name in new}
+        renamed = [name for name in missing if _without_prefix(name, fit.config) not in names]
+        if renamed:
+            fit.problems.append(f"no tensor has the name {some(renamed, 'names', _SHOWN)} any more")
+        return []
+    is_tied = fit.config.get("tie_word_embeddings") is True
     weights = []
     for name in missing:
         info = structure[name]
         if info.role in PARAMETERS and not (is_tied and info.slot == "output"):
             weights.append(name)
     return weights
+
+
+def _without_prefix(name: str, config: Mapping[str, Any]) -> str:
+    """Remove the prefixes that loaders of models add and remove themselves."""
+    family = config.get("model_type")
+    for prefix in (*_PREFIXES, f"{family}."):
+        name = name.removeprefix(prefix)
+    return name
 
 
 def _fit_axes(
