@@ -128,11 +128,10 @@ def test_tensors_that_the_user_left_out_are_no_loss(
     assert warnings_of(derive(base, some, tuned), tmp_path / "new.safetensors") == []
 
 
-def test_an_array_for_one_of_the_tensors_drops_all_others(
-    base: xr.Dataset, tmp_path: Path
-) -> None:
+def test_an_array_for_one_of_the_tensors_drops_all_others(base: xr.Dataset, tmp_path: Path) -> None:
     path = tmp_path / "new.safetensors"
-    (text,) = warnings_of(base + {HEAD: np.ones((4, 4), "f4")}, path)
+    update: Any = {HEAD: np.ones((4, 4), "f4")}
+    (text,) = warnings_of(base + update, path)
     assert "6 of 7 tensors of base.safetensors missing" in text
     row = xr.DataArray(np.ones(4, "f4"), dims=base[HEAD].dims[:1])
     assert warnings_of(base[[HEAD]] * row, path) == []
@@ -223,7 +222,7 @@ def test_axes_of_layers_in_unstacked_tensors_are_a_warning(
 
 
 def test_selected_and_reduced_axes_are_no_warning(base: xr.Dataset, tmp_path: Path) -> None:
-    dim = base[HEAD].dims[0]
+    dim = str(base[HEAD].dims[0])
     path = tmp_path / "new.safetensors"
     assert warnings_of(base.isel({dim: slice(2)}) * 2, path) == []
     assert warnings_of(base.mean(dim), path) == []

@@ -339,7 +339,7 @@ def test_tables_have_sizes_on_request() -> None:
 
 
 def test_a_table_sorted_by_likeness_begins_with_the_largest_change() -> None:
-    changed = {name: v.values for name, v in xckpt.open("m.npz").items()}
+    changed = {str(name): v.values for name, v in xckpt.open("m.npz").items()}
     changed["layers.1.q"] = -changed["layers.1.q"]
     xckpt.save(changed, "n.npz")
     result = xckpt.compare("m.npz", "n.npz")

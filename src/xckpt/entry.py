@@ -313,19 +313,20 @@ def footprint(
     from xckpt.opening.configs import attrs_with_config
     from xckpt.structure.caches import cache_of
 
+    tokens: Any = context
     if isinstance(context, str) and (match := _TOKENS.fullmatch(context)):
-        context = int(match[1]) * (1024 if match[2] else 1)
-    for name, number in (("context", 1 if context is None else context), ("batch", batch)):
+        tokens = int(match[1]) * (1024 if match[2] else 1)
+    for name, number in (("context", 1 if tokens is None else tokens), ("batch", batch)):
         if type(number) is not int or not 0 < number <= _MOST_TOKENS:
             raise ValueError(f"{name} must be a number from 1 to {_MOST_TOKENS}, not {number!r}")
     limit = None if fits is None else parse_size("fits", fits)
     opened = _opened(obj, storage_options)
     contents = selected(opened, tensors, **options)
     rows, structure = contents.rows, contents.structure
-    names = None if context else [row.name for row in rows]
+    names = None if tokens else [row.name for row in rows]
     attrs = attrs_with_config(names, contents.source, contents.attrs, storage_options)
     stated = fits if isinstance(fits, str) and not fits[-1].isdigit() else ""
-    memory = Memory(cache_of(structure, attrs), context or 0, batch, cache_dtype, limit, stated)
+    memory = Memory(cache_of(structure, attrs), tokens or 0, batch, cache_dtype, limit, stated)
     dataset = footprint_dataset(
         footprint_of(rows, structure, attrs),
         memory,

@@ -112,7 +112,7 @@ def table(
         hint = f": xckpt.table(xckpt.stats({str(argument)!r}))" if is_path else ""
         raise TypeError(text + hint)
     frame = _group_frame(result) if has_groups(result) else _frame(result)
-    names = {options.get("sort"), *([columns] if isinstance(columns, str) else columns or ())}
+    names = {options.get("sort") or "", *([columns] if isinstance(columns, str) else columns or ())}
     origin = result.encoding.get("origin")
     if origin is not None and not has_groups(result):
         for fact in names.intersection(FACTS).difference(frame):
