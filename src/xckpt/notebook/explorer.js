@@ -865,7 +865,11 @@ class Explorer {
     this.direction = element("button", "button", { type: "button" });
     this.view = element("button", "button", { type: "button", textContent: "Tree" });
     this.view.setAttribute("aria-pressed", "false");
-    this.search.addEventListener("input", () => this.refresh(true));
+    this.search.addEventListener("input", () => {
+      // A row that was passed just before, and does not match, would end the search.
+      clearTimeout(this.timer);
+      this.refresh(true);
+    });
     this.search.addEventListener("keydown", (event) => {
       if (event.key !== "ArrowDown") return;
       event.preventDefault();

@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -255,7 +255,7 @@ def _iter_tensors(
     """Yield the tensors of all variables, with parts joined; errors go to `changes.lost`."""
     joined = _join_parts(variables)
     tensor_of = {part: tensor for tensor, parts in joined.items() for part in parts.values()}
-    sources = SourceShapes()
+    sources, axes_notes = SourceShapes(), _AddedAxes()
     for name, variable in variables.items():
         tensor_name = tensor_of.get(name)
         if tensor_name is None:
@@ -267,7 +267,7 @@ def _iter_tensors(
                 dims = _dims(name, variable, axes, same_format=same_format)
                 tensor = _tensor(name, variable, dims, changes)
                 if isinstance(tensor, Computed):
-                    _note_axes(tensor, axes, sources, changes)
+                    _note_axes(tensor, axes, sources, changes, axes_notes)
                 yield tensor
         elif tensor_name in joined:
             parts = joined.pop(tensor_name)
@@ -281,10 +281,24 @@ def _iter_tensors(
             yield Unchanged(
                 replace(tensor, name=tensor_name, attrs=first.attrs, path=path), readers
             )
+    for text in axes_notes.added if axes_notes.has_equal else ():
+        changes.add(_BROADCAST, text)
+
+
+@dataclass(slots=True)
+class _AddedAxes:
+    """Computed tensors with more axes than their sources, as all have if models are stacked."""
+
+    added: list[str] = field(default_factory=list)
+    has_equal: bool = False
 
 
 def _note_axes(
-    tensor: Computed, axes: tuple[str, ...], sources: SourceShapes, changes: Changes
+    tensor: Computed,
+    axes: tuple[str, ...],
+    sources: SourceShapes,
+    changes: Changes,
+    notes: _AddedAxes,
 ) -> None:
     """Note axes of a computed tensor that its sources do not have, or not in this order."""
     name, array = tensor.name, data_of(tensor.variable)
@@ -295,7 +309,9 @@ def _note_axes(
     shapes = sources.shapes(name, array)
     if shapes and array.ndim > max(map(len, shapes)):
         before = " and ".join(map(_by_axes, shapes))
-        changes.add(_BROADCAST, f"{name} {_by_axes(array.shape)}, was {before}")
+        notes.added.append(f"{name} {_by_axes(array.shape)}, was {before}")
+    elif shapes:
+        notes.has_equal = True
 
 
 def _by_axes(shape: tuple[int, ...]) -> str:
