@@ -93,7 +93,10 @@ class Target(NamedTuple):
             return
         file = Path(self.path)
         shards = file.parent.glob(f"{escape(file.stem)}-*-of-*{escape(file.suffix)}")
-        names = [path.name for path in (*shards, Path(self.path + INDEX_SUFFIX)) if path.exists()]
+        names: list[str] = []
+        with suppress(OSError):  # opening the file raises the error with its name
+            places = (*shards, Path(self.path + INDEX_SUFFIX))
+            names = [path.name for path in places if path.exists()]
         if names:
             # No `FileExistsError`: `overwrite` does not help.
             raise ValueError(
