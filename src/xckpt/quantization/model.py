@@ -187,8 +187,6 @@ FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 # More than the size of any stored shape, or of any state of bitsandbytes, in bytes.
 _MAX_CONTENT = 4096
 _MAX_AXES = 32
-# Endings of the names of tensors that describe others.
-_DESCRIPTIVE = ("_shape", ".weight_format", ".comfy_quant")
 _MAX_NBYTES = (1 << 63) - 1
 _MAX_GROUP = 1 << 32
 # Time to try alternative parameters for all weights of a model, and for one alternative.

@@ -446,12 +446,6 @@ _MODULE_SCALES = ("scales", "scale", "SCB", "scale_packed")
 _MODULE_CODES = frozenset({"weight", "qweight", "qzeros", "kernel", "codes", "W_q"})
 
 
-def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of the scales of each tensor of codes, and of other integers beside codes."""
-    codes, companions = codes_and_companions(dtypes)
-    return codes | companions
-
-
 def may_have_codes(dtypes: Iterable[str]) -> bool:
     """Return whether any element type is one of codes."""
     return any(map(_CODES.fullmatch, dtypes))

@@ -37,7 +37,6 @@ _METADATA = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex St
 _METADATA += " TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING"
 _STRATEGIES = "EvaluationStrategy FSDPOption HubStrategy IntervalStrategy SaveStrategy"
 _ARRAYS = "_reconstruct scalar"
-_GENERATORS = "MT19937 PCG64 PCG64DXSM Philox SFC64"
 _BUILTINS = "bool bytearray bytes complex dict ellipsis float frozenset int list long object range"
 _BUILTINS += " set slice str tuple type unicode NotImplemented basestring xrange"
 _PATHS = "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"
