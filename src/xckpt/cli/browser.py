@@ -18,7 +18,7 @@ from textual.widgets.option_list import Option
 from textual.worker import get_current_worker
 
 from xckpt.formatting import binary_size, counted, figure, printable, shape_text, word
-from xckpt.labels import select, tree_paths
+from xckpt.labels import child_nodes, select, tree_paths
 from xckpt.notebook.documents import Field, Folded, Heading, Sentence, Share, Table, more
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.text import to_text
@@ -74,23 +74,18 @@ class Pages:
         names = list(self._rows)
         self.names = [names[place] for place in ascending(names)]
         self._members: dict[str, list[str]] = {}
-        self._modules: dict[str, dict[str, None]] = {}
         self._leaves: dict[str, str] = {}
         for name, (node, leaf) in tree_paths(self.names).items():
             self._members.setdefault(node, []).append(name)
             self._leaves[name] = leaf
-            path = node
-            while path != _ROOT:
-                parent = path.rpartition(_ROOT)[0] or _ROOT
-                self._modules.setdefault(parent, {})[path] = None
-                path = parent
+        self._children = child_nodes(self._members)
         self._changes: pd.DataFrame | None = None
 
     # --- the tree --------------------------------------------------------------------------------
 
     def modules_in(self, node: str) -> list[str]:
         """Return the paths of the modules directly in a module."""
-        return list(self._modules.get(node, ()))
+        return [f"{node.rstrip(_ROOT)}/{name}" for name in self._children.get(node, ())]
 
     def tensors_in(self, node: str) -> list[str]:
         """Return the names of the tensors directly in a module."""

@@ -85,15 +85,15 @@ def flat_name(path: str, variable: str, original: str = "") -> str:
     return name
 
 
-def child_nodes(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Return the names of the children of each node above the given ones."""
-    children: dict[str, set[str]] = {}
+def child_nodes(paths: Iterable[str]) -> dict[str, dict[str, None]]:
+    """Return the names of the children of each node above the given ones, in their order."""
+    children: dict[str, dict[str, None]] = {}
     for path in paths:
         node = path
         while node != "/":
             parent, _, name = node.rpartition("/")
             node = parent or "/"
-            children.setdefault(node, set()).add(name)
+            children.setdefault(node, {})[name] = None
     return children
 
 
