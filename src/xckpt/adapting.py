@@ -26,7 +26,7 @@ from xckpt.progress import Progress
 from xckpt.scan.entries import contents_of, contents_of_all, entries_of, filter_of
 from xckpt.statistics.singular import Factorized, best_factors, factors_of_product
 from xckpt.statistics.spectra import on_threads, select_matrices
-from xckpt.storage import new_file
+from xckpt.storage import write_file
 from xckpt.structure import PARAMETERS
 from xckpt.writing.saving import save
 from xckpt.writing.targets import Target, made_folder
@@ -380,9 +380,8 @@ def _new_adapter(
     def write(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         save(dict(tensors), f"{folder}/{_MODEL}", progress=False, **options)
         # Without its config PEFT finds no adapter.
-        with new_file(f"{folder}/{_CONFIG}", **options) as sink:
-            sink.write(json.dumps(config, indent=2).encode("ascii") + b"\n", 0)
-            sink.commit()
+        text = json.dumps(config, indent=2) + "\n"
+        write_file(f"{folder}/{_CONFIG}", text.encode("ascii"), **options)
 
     with made_folder(folder):
         for name in (_MODEL, _CONFIG):

@@ -340,6 +340,7 @@ def compare(
         table,
     )
     from xckpt.statistics.tables import arranged
+    from xckpt.storage import write_file
 
     explain = explain or adapter is not None
     matching = renaming(rename, names)
@@ -372,7 +373,8 @@ def compare(
     frame = table(result)
     most_wanted = [sort or "", *(_MAIN_OF_EXPLAINED if explain else _MAIN_MEASURES), *OF_CODES]
     if write_names is not None:
-        _write_names(write_names, matched_names(result))
+        text = json.dumps(matched_names(result), indent=1) + "\n"
+        write_file(write_names, text.encode("ascii"))
     if frame.empty and reading.tensors:
         hint = suggest_filters([*ours.names, *theirs.names], list(reading.tensors))
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}{hint}")
@@ -487,14 +489,6 @@ def _stats_for_groups(
     # The comparison may have skipped the values of equal tensors.
     needs_norms = {"same", "changed"} <= set(frame["status"])
     return compute_stats(ours, **reading.scanning) if needs_norms else None
-
-
-def _write_names(path: str, names: dict[str, str]) -> None:
-    from xckpt.storage import new_file
-
-    with new_file(path) as sink:
-        sink.write(json.dumps(names, indent=1).encode("ascii") + b"\n", 0)
-        sink.commit()
 
 
 def _print_explanations(frame: pd.DataFrame, show: _TableOptions) -> None:

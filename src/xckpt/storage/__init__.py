@@ -32,6 +32,7 @@ __all__ = [
     "new_file",
     "open_source",
     "reading_ahead",
+    "write_file",
 ]
 
 
@@ -61,3 +62,16 @@ def new_file(
 
         return UploadSink(path, overwrite=overwrite, beside=beside, storage_options=storage_options)
     return Sink(path, overwrite=overwrite, beside=beside)
+
+
+def write_file(
+    path: str,
+    data: bytes,
+    *,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a small file, which appears under its name when it is complete."""
+    with new_file(path, overwrite=overwrite, storage_options=storage_options) as sink:
+        sink.write(data, 0)
+        sink.commit()

@@ -9,7 +9,6 @@ code are removed, and code is never copied.
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from xckpt.formatting import counted
 from xckpt.opening import open_index
 from xckpt.opening.names import part_of
 from xckpt.quantization.model import parse_json
-from xckpt.storage import is_remote, local_path, new_file
+from xckpt.storage import is_remote, local_path, write_file
 from xckpt.structure.config_fit import fit_config, fit_quantization
 from xckpt.structure.facts import declarations_in, model_facts
 from xckpt.structure.info import Described, Role
@@ -154,12 +153,8 @@ class Companions(NamedTuple):
             path = Path(target.companion(name))
             if path.exists() and not target.overwrite:
                 continue
-            if isinstance(content, bytes):
-                with new_file(str(path), overwrite=target.overwrite) as sink:
-                    sink.write(content, 0)
-                    sink.commit()
-            elif not (path.exists() and content.samefile(path)):
-                shutil.copyfile(content, path)
+            if isinstance(content, bytes) or not (path.exists() and content.samefile(path)):
+                write_file(str(path), _data(content), overwrite=target.overwrite)
 
 
 def companions_of(
@@ -212,9 +207,13 @@ def _add_changes(
                 changes.add("config.json names tokens that have no row", token)
 
 
+def _data(content: bytes | Path) -> bytes:
+    return content if isinstance(content, bytes) else content.read_bytes()
+
+
 def _difference(existing: Path, content: bytes | Path) -> str:
     """Return how a file differs from new contents; empty if it does not."""
-    new = content if isinstance(content, bytes) else content.read_bytes()
+    new = _data(content)
     if existing.is_file() and existing.stat().st_size == len(new) and existing.read_bytes() == new:
         return ""
     document = _parsed(existing) if existing.name == _CONFIG and _is_readable(existing) else None

@@ -46,7 +46,7 @@ from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
 from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress
-from xckpt.storage import new_file, open_source
+from xckpt.storage import open_source, write_file
 from xckpt.storage.source import sources_of
 from xckpt.structure import structure_of
 from xckpt.writing.contents import (
@@ -162,9 +162,7 @@ class Manifest(Shown, Mapping[str, TensorDigest]):
         --------
         >>> xckpt.manifest("m.zt").save("m.json")
         """
-        with new_file(os.fsdecode(path), overwrite=overwrite) as sink:
-            sink.write(self.to_json().encode("ascii"), 0)
-            sink.commit()
+        write_file(os.fsdecode(path), self.to_json().encode("ascii"), overwrite=overwrite)
 
     @classmethod
     def read(
