@@ -72,23 +72,20 @@ class Origin:
     #: Names of the tensors that hold a quantised one, by its name.
     codes: Mapping[str, Collection[str]]
 
-    def written(self, names: Mapping[str, str]) -> tuple[list[Described], list[str], list[str]]:
-        """Return the tensors in the form that is written, and names of quantised and dense ones.
-
-        `names` has the element types of the tensors to write.
-        """
+    def written(self, types: Mapping[str, str]) -> _Written:
+        """Return the tensors in the form that is written, given the new types by name."""
         stored = {tensor.name: tensor for tensor in self.stored}
         before, quantized, dense = [], [], []
         for tensor in self.decoded:
             parts = [stored[name] for name in self.codes.get(tensor.name, ()) if name in stored]
-            if parts and all(names.get(part.name) == part.dtype for part in parts):
+            if parts and all(types.get(part.name) == part.dtype for part in parts):
                 quantized.append(tensor.name)
                 before += parts
                 continue
             before.append(tensor)
-            if parts and tensor.name in names:
+            if parts and tensor.name in types:
                 dense.append(tensor.name)
-        return list({tensor.name: tensor for tensor in before}.values()), quantized, dense
+        return _Written(list({t.name: t for t in before}.values()), quantized, dense)
 
     def may_have_codes(self, config: Mapping[str, Any], types: Mapping[str, str]) -> bool:
         """Return whether declarations of quantisation may hold without known quantised tensors."""
@@ -103,6 +100,14 @@ class Origin:
         stems = [name.partition(".")[0] for name in self.file_names]
         is_same_kind = any(tensor.name in names for tensor in self.stored)
         return next((stem for stem in stems if stem in _STEMS and is_same_kind), "model")
+
+
+class _Written(NamedTuple):
+    """Tensors of an origin in the form that is written."""
+
+    tensors: list[Described]
+    quantized: list[str]  # names of those whose codes are written
+    dense: list[str]  # names of quantised ones whose values are written
 
 
 def origin_of(gathered: Gathered) -> Origin | None:
@@ -124,8 +129,9 @@ def origin_of(gathered: Gathered) -> Origin | None:
         with suppress(OSError, ValueError, CheckpointError):
             stored, decoded = _tensors(place, whole=False), _tensors(place, whole=True)
             codes = {t.name: [part.name for part in (t.stored or {}).values()] for t in decoded}
-            names = [path.name for path in files]
-            origins.append(Origin(folder, names, _described(stored), _described(decoded), codes))
+            file_names = [path.name for path in files]
+            described = _described(stored), _described(decoded)
+            origins.append(Origin(folder, file_names, *described, codes))
             # An adapter may set more tensors than its base keeps, but has other names.
             if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
                 return origins[-1]

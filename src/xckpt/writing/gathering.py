@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -255,7 +255,7 @@ def _iter_tensors(
     """Yield the tensors of all variables, with parts joined; errors go to `changes.lost`."""
     joined = _join_parts(variables)
     tensor_of = {part: tensor for tensor, parts in joined.items() for part in parts.values()}
-    sources, axes_notes = SourceShapes(), _AddedAxes()
+    noted = _NotedAxes(changes)
     for name, variable in variables.items():
         tensor_name = tensor_of.get(name)
         if tensor_name is None:
@@ -267,7 +267,7 @@ def _iter_tensors(
                 dims = _dims(name, variable, axes, same_format=same_format)
                 tensor = _tensor(name, variable, dims, changes)
                 if isinstance(tensor, Computed):
-                    _note_axes(tensor, axes, sources, changes, axes_notes)
+                    noted.add(tensor, axes)
                 yield tensor
         elif tensor_name in joined:
             parts = joined.pop(tensor_name)
@@ -281,37 +281,35 @@ def _iter_tensors(
             yield Unchanged(
                 replace(tensor, name=tensor_name, attrs=first.attrs, path=path), readers
             )
-    for text in axes_notes.added if axes_notes.has_equal else ():
-        changes.add(_BROADCAST, text)
+    noted.end()
 
 
-@dataclass(slots=True)
-class _AddedAxes:
-    """Computed tensors with more axes than their sources, as all have if models are stacked."""
+class _NotedAxes:
+    """Axes of computed tensors that their sources do not have, or not in this order."""
 
-    added: list[str] = field(default_factory=list)
-    has_equal: bool = False
+    def __init__(self, changes: Changes) -> None:
+        self._changes, self._sources = changes, SourceShapes()
+        self._broadcast: list[str] = []
+        self._has_others = False
 
+    def add(self, tensor: Computed, axes: tuple[str, ...]) -> None:
+        """Note the axes of a tensor, given those that its model has."""
+        name, array = tensor.name, data_of(tensor.variable)
+        if _is_turned(tensor, axes):
+            self._changes.add(_TURNED, f"{name}.transpose{axes}")
+        if self._sources.is_stack(name, array):
+            self._changes.add(_NO_NUMBERS, name)
+        shapes = self._sources.shapes(name, array)
+        if shapes and array.ndim > max(map(len, shapes)):
+            before = " and ".join(map(_by_axes, shapes))
+            self._broadcast.append(f"{name} {_by_axes(array.shape)}, was {before}")
+        elif shapes:
+            self._has_others = True
 
-def _note_axes(
-    tensor: Computed,
-    axes: tuple[str, ...],
-    sources: SourceShapes,
-    changes: Changes,
-    notes: _AddedAxes,
-) -> None:
-    """Note axes of a computed tensor that its sources do not have, or not in this order."""
-    name, array = tensor.name, data_of(tensor.variable)
-    if _is_turned(tensor, axes):
-        changes.add(_TURNED, f"{name}.transpose{axes}")
-    if sources.is_stack(name, array):
-        changes.add(_NO_NUMBERS, name)
-    shapes = sources.shapes(name, array)
-    if shapes and array.ndim > max(map(len, shapes)):
-        before = " and ".join(map(_by_axes, shapes))
-        notes.added.append(f"{name} {_by_axes(array.shape)}, was {before}")
-    elif shapes:
-        notes.has_equal = True
+    def end(self) -> None:
+        """Note tensors with more axes, unless all have them, as in stacked models."""
+        for text in self._broadcast if self._has_others else ():
+            self._changes.add(_BROADCAST, text)
 
 
 def _by_axes(shape: tuple[int, ...]) -> str:
