@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
+from xckpt.structure.facts import GGUF_KEYS, KEYS
 from xckpt.structure.families.tables import evaluate
 
 if TYPE_CHECKING:
@@ -56,33 +57,28 @@ _GENERATING = re.compile(r"(CausalLM|LMHeadModel|ConditionalGeneration)$")
 
 # Keys by the size that they state, best first.
 _KEYS = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "layers": (*KEYS["layer"], "n_layers"),
     "embd": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    "heads_kv": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads"),
-    "key": ("head_dim", "kv_channels"),
+    "heads": (*KEYS["head"], "n_heads"),
+    "heads_kv": (*KEYS["head_kv"], "n_head_kv", "kv_n_heads"),
+    "key": (*KEYS["key"], "kv_channels"),
     "value": ("v_head_dim",),
     "window": ("sliding_window", "attention_chunk_size"),
 }
 _GGUF_KEYS = {
-    "layers": "block_count",
-    "embd": "embedding_length",
-    "heads": "attention.head_count",
-    "heads_kv": "attention.head_count_kv",
-    "key": "attention.key_length",
-    "value": "attention.value_length",
+    **{size: GGUF_KEYS[size] for size in ("embd", "key", "value", "inner", "state", "ff")},
+    "layers": GGUF_KEYS["layer"],
+    "heads": GGUF_KEYS["head"],
+    "heads_kv": GGUF_KEYS["head_kv"],
+    "qk_rope_head_dim": GGUF_KEYS["rope"],
+    "kv_lora_rank": GGUF_KEYS["kv_lora"],
+    "kernel": GGUF_KEYS["conv"],
     "window": "attention.sliding_window",
     "sliding_window_pattern": "attention.sliding_window_pattern",
     "full_attention_interval": "full_attention_interval",
-    "kv_lora_rank": "attention.kv_lora_rank",
     "key_mla": "attention.key_length_mla",
-    "qk_rope_head_dim": "rope.dimension_count",
-    "kernel": "ssm.conv_kernel",
-    "inner": "ssm.inner_size",
     "groups": "ssm.group_count",
-    "state": "ssm.state_size",
     "short_kernel": "shortconv.l_cache",
-    "ff": "feed_forward_length",
 }
 
 

@@ -33,8 +33,8 @@ _LONGEST_FAMILY = 100
 _MOST_TYPES = 64
 _MOST_EXCLUDED, _DEEPEST = 10_000, 32
 
-# Keys of configs by the name of the size, best first.
-_KEYS: dict[str, tuple[str, ...]] = {
+#: Keys of configs by the name of the size, best first.
+KEYS: dict[str, tuple[str, ...]] = {
     "embd": ("hidden_size", "n_embd", "d_model", "embed_dim"),
     "layer": ("num_hidden_layers", "n_layer", "num_layers"),
     "ff": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "mlp_hidden_dim"),
@@ -49,8 +49,8 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "kv_lora": ("kv_lora_rank",),
     "classes": ("num_classes",),
 }
-# Keys of GGUF below the name of the architecture.
-_GGUF_KEYS = {
+#: Keys of GGUF below the name of the architecture.
+GGUF_KEYS = {
     "embd": "embedding_length",
     "layer": "block_count",
     "ff": "feed_forward_length",
@@ -136,7 +136,7 @@ def stated_sizes(*sections: Mapping[str, Any]) -> dict[str, StatedSize]:
     """Return the sizes that sections of a config state under their usual keys, first ones first."""
     places = {
         name: next(((s, key) for s in sections for key in keys if type(s.get(key)) is int), None)
-        for name, keys in _KEYS.items()
+        for name, keys in KEYS.items()
     }
     sizes = {n: StatedSize(*place, place[0][place[1]]) for n, place in places.items() if place}
     return {name: sizes[name] for name in _checked({n: s.value for n, s in sizes.items()})}
@@ -160,7 +160,7 @@ def _types(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_gguf(architecture: str, attrs: Mapping[Any, Any]) -> ModelFacts:
-    sizes = {name: attrs.get(f"{architecture}.{key}") for name, key in _GGUF_KEYS.items()}
+    sizes = {name: attrs.get(f"{architecture}.{key}") for name, key in GGUF_KEYS.items()}
     tokens = attrs.get("tokenizer.ggml.tokens")
     if sizes["vocab"] is None and isinstance(tokens, list | StoredList):
         sizes["vocab"] = len(tokens)
