@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
@@ -308,17 +307,13 @@ def footprint(
     >>> xckpt.footprint("m.zt", context=8192, batch=4, fits="24GiB")["precision_fits"]
     """
     from xckpt.accessor.describing import selected
-    from xckpt.formatting import parse_size
+    from xckpt.formatting import checked_count, parse_count, parse_size
     from xckpt.notebook.footprint import Memory, footprint_dataset, footprint_of
     from xckpt.opening.configs import attrs_with_config
     from xckpt.structure.caches import cache_of
 
-    tokens: Any = context
-    if isinstance(context, str) and (match := _TOKENS.fullmatch(context)):
-        tokens = int(match[1]) * (1024 if match[2] else 1)
-    for name, number in (("context", 1 if tokens is None else tokens), ("batch", batch)):
-        if type(number) is not int or not 0 < number <= _MOST_TOKENS:
-            raise ValueError(f"{name} must be a number from 1 to {_MOST_TOKENS}, not {number!r}")
+    tokens = 0 if context is None else parse_count("context", context)
+    batch = checked_count("batch", batch)
     limit = None if fits is None else parse_size("fits", fits)
     opened = _opened(obj, storage_options)
     contents = selected(opened, tensors, **options)
@@ -326,7 +321,7 @@ def footprint(
     names = None if tokens else [row.name for row in rows]
     attrs = attrs_with_config(names, contents.source, contents.attrs, storage_options)
     stated = fits if isinstance(fits, str) and not fits[-1].isdigit() else ""
-    memory = Memory(cache_of(structure, attrs), tokens or 0, batch, cache_dtype, limit, stated)
+    memory = Memory(cache_of(structure, attrs), tokens, batch, cache_dtype, limit, stated)
     dataset = footprint_dataset(
         footprint_of(rows, structure, attrs),
         memory,
@@ -334,10 +329,6 @@ def footprint(
         source=contents.source,
     )
     return cast("Dataset", dataset)
-
-
-_MOST_TOKENS = 1 << 40
-_TOKENS = re.compile(r"(\d{1,13})([kK]?)")
 
 
 def hint_for(name: str) -> str:

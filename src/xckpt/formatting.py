@@ -19,6 +19,7 @@ TIMES = "×"
 UNKNOWN = "unknown"
 
 _NUMBERS = re.compile("([0-9]+)")
+_COUNT, _LARGEST_COUNT = re.compile(r"(\d{1,13})([kK]?)"), 1 << 40
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
 _PARENTHESES = re.compile(r"\([^()]{,60}\)")
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -122,6 +123,21 @@ def parse_size(name: str, value: Any) -> int:
     if match is not None and value[-1].isdigit() and nbytes < _FEWEST_BYTES:
         raise ValueError(f"{name}={value} has no unit: did you mean '{value}GB'?")
     return nbytes
+
+
+def parse_count(name: str, value: Any) -> int:
+    """Parse a number of tokens, given as a number or as text such as ``"8k"``."""
+    match = _COUNT.fullmatch(value) if isinstance(value, str) else None
+    return checked_count(
+        name, value if match is None else int(match[1]) * (1024 if match[2] else 1)
+    )
+
+
+def checked_count(name: str, count: Any) -> int:
+    """Return a positive number of things; raise `ValueError` for anything else."""
+    if type(count) is not int or not 0 < count <= _LARGEST_COUNT:
+        raise ValueError(f"{name} must be a number from 1 to {_LARGEST_COUNT}, not {count!r}")
+    return count
 
 
 def short_count(count: int) -> str:
