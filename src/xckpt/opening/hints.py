@@ -19,7 +19,7 @@ from xckpt.storage import Location, is_remote
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["advising"]
+__all__ = ["advising", "is_run"]
 
 # Old names of repositories on the Hub without an organisation, and their current names.
 _MOVED = {
@@ -51,6 +51,12 @@ def advising(location: Location) -> Iterator[None]:
             else:
                 error.args = (f"{error}; {hint}",)
         raise
+
+
+def is_run(location: Location) -> bool:
+    """Return whether a glob or a folder, which is no single checkpoint, has the steps of a run."""
+    listing = None if location.kind == "glob" else location.listing()
+    return location.kind == "glob" or (listing is not None and run_in(listing) is not None)
 
 
 def _hint(location: Location, error: Exception) -> str | None:
