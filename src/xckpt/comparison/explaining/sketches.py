@@ -57,12 +57,6 @@ _PIECE = 1024
 ALIKE = 0.5
 #: Agreement from which on the search for other orders of the rows stops.
 SURE = 0.95
-# The most sums per axis in the screening of all pairs of tensors.
-_SCREENED = 512
-# The most candidates per tensor that pass the screening.
-_CLOSER = 6
-# The most pairs of tensors of one shape that are screened together.
-_MOST_PAIRS = 1 << 20
 _MOST_AXES = 4
 _SMALLEST_HEAD = 4
 # Score of rows in an arbitrary order, and the numbers of rows for which it is searched.
@@ -70,7 +64,6 @@ _SHUFFLED = 0.9
 _FEWEST_ROWS, _MOST_ROWS = 8, 1 << 16
 _EQUAL = 1 - 1e-7
 _LONGEST_HEADS = 1 << 17
-_FEWEST = 3
 
 
 class MatrixSums(Accumulator):
@@ -201,8 +194,8 @@ class Sketched:
         self.rows = sketch.rows
         #: Sums of the columns of the matrix, or None.
         self.columns = sketch.columns
-        #: The arrangements to other tensors that were searched, by their ids.
-        self.arrangements: dict[int, list[StepChain]] = {}
+        #: The arrangements to other tensors that were searched.
+        self.arrangements: dict[Sketched, list[StepChain]] = {}
 
     @cached_property
     def is_constant(self) -> bool:
@@ -305,7 +298,7 @@ def arrangements(a: Sketched, b: Sketched) -> list[StepChain]:
 
     Rows are permuted as for rotary embeddings only in queries and keys.
     """
-    if id(b) not in a.arrangements:
+    if b not in a.arrangements:
         likely = []
         if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
             has_heads = are_rotary(a.is_rotary, b.is_rotary)
@@ -314,8 +307,8 @@ def arrangements(a: Sketched, b: Sketched) -> list[StepChain]:
                 for axes in permutations(range(len(a.shape)))
             )
             likely = [chain for chain in chains if chain is not None]
-        a.arrangements[id(b)] = sorted(likely, key=lambda chain: -chain.score)
-    return a.arrangements[id(b)]
+        a.arrangements[b] = sorted(likely, key=lambda chain: -chain.score)
+    return a.arrangements[b]
 
 
 def _along_axes(a: Sketched, b: Sketched, axes: Shape, *, has_heads: bool) -> StepChain | None:
