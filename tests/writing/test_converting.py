@@ -342,7 +342,7 @@ class TestNewNames:
             (lambda _: None, TypeError, "to None, which is not a string"),
             (("(", ""), ValueError, "is not a regular expression"),
             (("b", r"\3"), ValueError, "invalid group reference"),
-            ("auto", TypeError, "a mapping, a function of a name, or pairs"),
+            ("auto", TypeError, "a mapping, a function of a name, or a pair"),
         ],
     )
     def test_names_that_cannot_be_mapped_are_errors(

@@ -64,8 +64,8 @@ def _function_of(renaming: Any, names: list[str]) -> Callable[[str], Any]:
                 renamed = _replaced(renamed, *pair)
             return dict(zip(names, renamed, strict=True)).__getitem__
     raise TypeError(
-        "names takes a mapping, a function of a name, or pairs of a regular expression and its "
-        f"replacement, not {renaming!r}; only xckpt.compare also takes 'auto'"
+        "names takes a mapping, a function of a name, or a pair of a regular expression and its "
+        f"replacement, or several pairs, not {renaming!r}; only xckpt.compare also takes 'auto'"
     )
 
 
