@@ -15,6 +15,7 @@ import xarray as xr
 
 from tests.conftest import golden_files
 from xckpt import CheckpointWarning, manifest, read_index
+from xckpt.cli import main
 from xckpt.writing import save, verify
 
 if TYPE_CHECKING:
@@ -185,3 +186,19 @@ def may_be_whole(path: Path) -> bool:
     """Return whether the text next to a file allows reading it, or it is part of another file."""
     verdict = path.with_suffix(".txt").read_text("utf-8")
     return verdict.startswith(("[either]", "[open] open", "[with "))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"GGUF" + struct.pack("<IQQ", 4, 0, 0), b"GPTRSCHK" + struct.pack("<III", 3, 0, 0)],
+    ids=["gguf", "gptrs"],
+)
+def test_a_file_of_an_unknown_version_is_neither_intact_nor_damaged(
+    header: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.bin"
+    path.write_bytes(header)
+    report = verify(path)
+    assert (report.status, report.ok) == ("unsupported", False)
+    assert [finding.rule for finding in report.findings] == ["Version"]
+    assert main(["verify", os.fspath(path)]) == 2

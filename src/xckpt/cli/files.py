@@ -517,10 +517,10 @@ def verify(
     """Check whether every FILE is intact.
 
     Structure, extents, digests, compressed streams, sparse indices and shards are checked. The exit
-    status is 1 if a file is damaged. A file without digests is called "structure intact" instead of
-    "ok", since its contents cannot be checked, unless --manifest has digests. Warnings are not
-    damage: they concern irregularities that the specification allows, or features unknown to this
-    version.
+    status is 1 if a file is damaged, and 2 if it cannot be checked. A file without digests is
+    called "structure intact" instead of "ok", since its contents cannot be checked, unless
+    --manifest has digests. Warnings are not damage: they concern irregularities that the
+    specification allows, or features unknown to this version.
 
     With --findings, the values of intact files are checked as by "xckpt stats --findings": the exit
     status is also 1 if any finding is an error or a warning.
@@ -548,7 +548,8 @@ def verify(
             continue
         document = _report_document(report)
         reports.append(document)
-        status = max(status, DAMAGED * (not report.ok))
+        if not report.ok:
+            status = max(status, FAILED if report.status == "unsupported" else DAMAGED)
         if not as_json:
             print_blocks(report._blocks(most=None))  # noqa: SLF001  our own
         if with_findings and report.ok:

@@ -84,8 +84,8 @@ class Finding(NamedTuple):
     Parameters
     ----------
     severity : {"error", "warning"}
-        ``"error"`` for damage and missing contents; ``"warning"`` for an irregularity that the
-        specification tolerates, or for an unsupported feature.
+        ``"error"`` for damage, missing contents and code; ``"warning"`` for an irregularity that
+        the specification tolerates, or for an unsupported feature.
     tensor : str or None
         Name of the tensor; None for a fault of the whole file, or of several tensors, which the
         message lists.
@@ -149,22 +149,28 @@ class Report(Shown):
     @property
     def ok(self) -> bool:
         """True without errors. Contents without digests are not checked; see `status`."""
-        return all(finding.severity != "error" for finding in self.findings)
+        return self.status in {"ok", "unchecked"}
 
     @property
-    def status(self) -> Literal["ok", "unchecked", "empty", "unsafe", "damaged"]:
+    def status(
+        self,
+    ) -> Literal["ok", "unchecked", "empty", "unsafe", "unsupported", "damaged"]:
         """Status of the checkpoint.
 
         ``"damaged"`` if there are errors, ``"empty"`` if the only errors are missing contents: no
         tensors, or weights without elements; ``"unsafe"`` if the contents are intact, but
-        unpickling them elsewhere runs functions that weights do not need; ``"unchecked"`` if there
-        are no errors but contents without a digest, and ``"ok"`` if all contents match digests.
+        unpickling them elsewhere runs functions that weights do not need; ``"unsupported"`` if the
+        file uses a feature that xckpt does not support, so that nothing was checked;
+        ``"unchecked"`` if there are no errors but contents without a digest, and ``"ok"`` if all
+        contents match digests.
         """
-        if not self.ok:
-            rules = {finding.rule for finding in self.findings if finding.severity == "error"}
-            if rules == {_EMPTY}:
-                return "empty"
+        rules = {finding.rule for finding in self.findings if finding.severity == "error"}
+        if rules == {_EMPTY}:
+            return "empty"
+        if rules:
             return "unsafe" if rules <= {_EMPTY, _EXECUTES} else "damaged"
+        if not self.format:
+            return "unsupported"
         return "unchecked" if self.unchecked else "ok"
 
     @property
@@ -261,7 +267,7 @@ def verify(
         raise
     except CheckpointError as error:
         message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
-        finding = _finding(error)._replace(severity="error", file=None, message=message)
+        finding = _finding(error)._replace(file=None, message=message)
         code = map(_finding_of_code, code_findings(error.executes, ()))
         return Report(error.path or "", "", "", 0, 0, (finding, *code))
     findings = _stated(index)
