@@ -244,10 +244,10 @@ def compare(
     ``prefix``      one has ``module.``, ``_orig_mod.``, ``model.`` or ``transformer.`` in front
     ``gptrs``       gpt.rs's names for the tensors of GPT-2 and Llama
     ``gguf``        names of the package `gguf`, if it is installed
-    ``values``      constants, and sets of equal tensors that are as large on both sides
     ``alike``       nearly the same numbers: rounded or quantised, transposed or permuted or not
     ``siblings``    the name that the pairs so far lead to expect, whatever the numbers
     ``place``       the same place in the model, and the same shape
+    ``values``      constants, and sets of equal tensors that are as large on both sides
     ``names``       constants whose names have more in common than any others
     ==============  ============================================================================
 

@@ -237,9 +237,9 @@ class Match(NamedTuple):
     theirs: ElementStream | None = None
     #: The tensor in `b` that matches one in `a`.
     partner: Partner | None = None
-    #: ElementStream of both tensors, if they have one shape.
+    #: The elements of both tensors as they are stored, if the tensors have one shape.
     pair: Zip | ChunkedZip | None = None
-    #: The steps from the elements of `a` to those of `b`, if they are known, and the pair after it.
+    #: The steps from the elements of `a` to those of `b`, if known, and the pair after them.
     steps: tuple[Step, ...] = ()
     related: Zip | ChunkedZip | None = None
 

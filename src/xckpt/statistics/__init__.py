@@ -2,7 +2,7 @@
 
 May import scan and everything below it, but neither comparison nor health. Read `computing` first:
 it turns an object into a Dataset of statistics. A pass makes a sketch of each tensor, with counts
-of bit patterns (`counts`) and moments (`moments`), from which `describe` computes the statistics.
+of bit patterns and moments (`counts`), from which `describe` computes the statistics.
 """
 
 from xckpt.statistics.codes import OF_CODES

@@ -12,7 +12,7 @@ sizes of the model       tensors of GGUF and gpt.rs, by name (`xckpt.structure.n
 Formats can also name axes within a module (`Format.module_axes`). These names are dimensions in
 trees only, and evidence for channels everywhere.
 
-`channel_axes` finds the axes of a weight that its outputs and its inputs run along.
+`channels_by_axes` finds the axes of a weight that its outputs and its inputs run along.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Passes that explain why tensors differ, in the order of `PASSES`.
 
+Merges of adapters come before all passes, and doubts raised by similar layers after them.
 A pass is a function that returns explanations of tensors that are still unexplained. Cheap passes
 come first. A relation is reported as a fact only after it was verified on every element. `outcome`
 decides the outcome of each explanation.
