@@ -153,9 +153,9 @@ _SUBTRACTED = {
     "pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "loftq": "LoftQ", "lora_ga": "LoRA-GA",
 }  # fmt: skip
 _OPTIONS = (
-    *("use_qalora", "use_bdlora", "target_parameters", "layer_replication"),
-    *("alora_invocation_tokens", "arrow_config"),
-)
+    "use_qalora", "use_bdlora", "target_parameters", "layer_replication", "alora_invocation_tokens",
+    "arrow_config",
+)  # fmt: skip
 _MOST_WORDS = 4  # from the end of a name
 
 

@@ -278,7 +278,7 @@ def _adapter(
     problem = scales.problem_of(module)
     if problem or names is None:
         return unsupported(problem or "one of its factors is missing")
-    form, *(a, b) = names
+    form, a, b = names
     first, second = shapes[a], shapes[b]
     if form == "mlx":
         first, second = first[::-1], second[::-1]

@@ -275,12 +275,10 @@ _WRAPPERS = frozenset(
     {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_flat_param"}
 )
 # First components of names in a file with the state of a whole training.
-_ABOVE = frozenset(
-    {
-        *("app", "model", "optimizer", "optim", "state", "optimizer_state", "optim_state"),
-        *("optimizer_state_dict", "base_optimizer_state"),
-    }
-)
+_ABOVE = frozenset({
+    "app", "model", "optimizer", "optim", "state", "optimizer_state", "optim_state",
+    "optimizer_state_dict", "base_optimizer_state",
+})  # fmt: skip
 
 
 def training_parts(training: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:

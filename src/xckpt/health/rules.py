@@ -59,14 +59,14 @@ if TYPE_CHECKING:
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        *(Executes(), Imports(), Empty(), NaN(), Infinite(), AllZero(), Untrained(), Constant()),
-        *(Exploding(), LoneElement()),
-        *(NegativeStatistic(), UnlikeStatistic(), OddScale(), NegativeMoment(), OddStep()),
-        *(SignsLost(), Hole(), EqualRows(), EqualTokens(), RankOne()),
-        *(DeadRows(), DeadColumns(), DeadHeads(), DeadExperts()),
-        *(ZeroCentredNorm(), DeadGains(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
-        *(Subnormal(), WideType(), MixedTypes(), NarrowCodes(), SaturatedCodes()),
-        *(Tied(), Duplicated(), EqualExperts(), CopiedLayer()),
-        *(IdenticalStep(), UnlikeStep(), StoppedChanging()),
+        Executes(), Imports(), Empty(), NaN(), Infinite(), AllZero(), Untrained(), Constant(),
+        Exploding(), LoneElement(),
+        NegativeStatistic(), UnlikeStatistic(), OddScale(), NegativeMoment(), OddStep(),
+        SignsLost(), Hole(), EqualRows(), EqualTokens(), RankOne(),
+        DeadRows(), DeadColumns(), DeadHeads(), DeadExperts(),
+        ZeroCentredNorm(), DeadGains(), NegativeNorm(), UnlikeLayer(), OutlierChannels(),
+        Subnormal(), WideType(), MixedTypes(), NarrowCodes(), SaturatedCodes(),
+        Tied(), Duplicated(), EqualExperts(), CopiedLayer(),
+        IdenticalStep(), UnlikeStep(), StoppedChanging(),
     )
-}
+}  # fmt: skip

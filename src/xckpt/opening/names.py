@@ -90,9 +90,9 @@ _COMPANION = re.compile(
 # Stems of the files that libraries load from a folder with a config, best first: transformers
 # (modeling_utils.py), diffusers, peft, mlx-lm, mistral-inference.
 _PREFERRED = (
-    *("model", "diffusion_pytorch_model", "adapter_model", "adapters", "pytorch_model"),
-    *("tf_model", "flax_model", "consolidated"),
-)
+    "model", "diffusion_pytorch_model", "adapter_model", "adapters", "pytorch_model", "tf_model",
+    "flax_model", "consolidated",
+)  # fmt: skip
 _SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
 
 

@@ -25,9 +25,9 @@ INK = "#767b82"
 _LIGHTER_INK = "#7c8187"
 #: Colours of lines.
 COLOURS = (
-    *("#2f7fd0", "#d9731a", "#2e9e4f", "#d64550", "#8e6fd1", "#1a94a6"),
-    *("#cf5b9e", "#a5713b", "#8a8f1d", "#6a74d9", "#4d8f6b", "#b8860b"),
-)
+    "#2f7fd0", "#d9731a", "#2e9e4f", "#d64550", "#8e6fd1", "#1a94a6", "#cf5b9e", "#a5713b",
+    "#8a8f1d", "#6a74d9", "#4d8f6b", "#b8860b",
+)  # fmt: skip
 #: Colours of numbers, from low to high.
 SCALE = ("#2f74d0", "#8a64cc", "#cf5b9e", "#d9632f", "#c08412")
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 #: Names of the statistics of channels; they follow all others.
 OF_CHANNELS = (
-    *("at_ends", "spare_bits", "dead_columns", "dead_block"),
-    *("faint_rows", "faint_row", "outlier_rows", "outlier_columns", "top_row", "top_column"),
-    *("row_count", "column_count", "empty_rows", "first_empty_row", "first_dead_column"),
-    *("next_largest", "equal_rows", "repeated_rows", "product_l2"),
-)
+    "at_ends", "spare_bits", "dead_columns", "dead_block", "faint_rows", "faint_row",
+    "outlier_rows", "outlier_columns", "top_row", "top_column", "row_count", "column_count",
+    "empty_rows", "first_empty_row", "first_dead_column", "next_largest", "equal_rows",
+    "repeated_rows", "product_l2",
+)  # fmt: skip
 #: Magnitude beyond which elements are outliers, in standard deviations.
 OUTLYING = 20.0
 #: A row is faint if its largest element is below this share of the median row's largest element.

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 STATUSES = ("same", "changed", "only_a", "only_b", "shape", "unreadable", "close")
 #: Columns of an explained comparison, and the columns among them that hold text.
 EXPLANATION_COLUMNS = (
-    *("cause", "outcome", "explanation", "verified", "offset", "scale", "rank", "heads"),
+    "cause", "outcome", "explanation", "verified", "offset", "scale", "rank", "heads",
     "other_names",
-)
+)  # fmt: skip
 EXPLANATION_TEXTS = frozenset({"cause", "outcome", "explanation", "other_names"})
 
 # Statuses by the size of the change, largest last.
@@ -49,9 +49,9 @@ _IF_MISSING = dict.fromkeys(_PARTNERS, "") | {
 }
 #: Columns that views show, and that come first in tables.
 MAIN_COLUMNS = (
-    *("status", "outcome", "cause", "nan", "inf", "rel_l2", "max_abs", "equal_fraction"),
-    *("mean", "std", "min", "max", "rmse", "cosine", "sqnr_db", "count"),
-)
+    "status", "outcome", "cause", "nan", "inf", "rel_l2", "max_abs", "equal_fraction", "mean",
+    "std", "min", "max", "rmse", "cosine", "sqnr_db", "count",
+)  # fmt: skip
 #: Columns that a table has if they are listed or sorted by.
 FACTS = ("dtype", "shape", "nbytes")
 #: Names of the index of a table, which also select the column of names in a command.

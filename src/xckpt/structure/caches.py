@@ -46,12 +46,10 @@ _OF_RECURRENCES = ("mamba_", "ssm_", "linear_num_", "inner", "short_")
 _WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv6", "rwkv7"})
 _PARALLEL = frozenset({"falcon_h1", "falcon-h1"})
 # Families without grouped queries, or whose heads are all of one group unless stated.
-_EQUAL_HEADS = frozenset(
-    (
-        *("gpt2", "gpt_neo", "gpt_neox", "gptneox", "gptj", "opt", "bloom", "codegen", "xglm"),
-        *("llama", "phi", "persimmon", "biogpt", "mpt"),
-    )
-)
+_EQUAL_HEADS = frozenset({
+    "gpt2", "gpt_neo", "gpt_neox", "gptneox", "gptj", "opt", "bloom", "codegen", "xglm", "llama",
+    "phi", "persimmon", "biogpt", "mpt",
+})  # fmt: skip
 _ENCODERS = re.compile(r"(.*-)?bert(-.*)?|t5(encoder)?|clip")
 _GENERATING = re.compile(r"(CausalLM|LMHeadModel|ConditionalGeneration)$")
 

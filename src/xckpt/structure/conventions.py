@@ -270,13 +270,11 @@ _ZERO_POINT = _words(
     r"\w*zero\w* | \w*biases | \w*offset | \w*idx | \w*shape | \w*quant_map0? | perm"
 )
 _CONVOLUTION = re.compile(r"conv", re.IGNORECASE)
-_COMPONENTS = frozenset(
-    {
-        *("encoder", "decoder", "vision_tower", "vision_model", "text_model", "language_model"),
-        *("visual", "unet", "vae", "text_encoder", "text_encoder_2", "first_stage_model"),
-        *("cond_stage_model", "conditioner", "audio_tower", "discriminator", "generator"),
-    }
-)  # fmt: skip
+_COMPONENTS = frozenset({
+    "encoder", "decoder", "vision_tower", "vision_model", "text_model", "language_model", "visual",
+    "unet", "vae", "text_encoder", "text_encoder_2", "first_stage_model", "cond_stage_model",
+    "conditioner", "audio_tower", "discriminator", "generator",
+})  # fmt: skip
 
 
 def module_type_by_name(name: str, shape: tuple[int, ...]) -> str:
@@ -433,13 +431,12 @@ _MAY_BE_CODES = frozenset({Role.WEIGHT, Role.CONSTANT, Role.COUNTER})
 _CODES = re.compile(r"u?int(2|4|8|16|32)|float[468]_\w+")
 # Endings of the names of codes and zero points, which the name of their scales does not have.
 _ENDINGS = (
-    *("_packed", "_blocks", "_qdata", "_quantized", "_zero_point"),
-    *("._data", ":data", ":zero_points"),
-)
+    "_packed", "_blocks", "_qdata", "_quantized", "_zero_point", "._data", ":data", ":zero_points",
+)  # fmt: skip
 _SCALES = (
-    *("_scale", "_scale_inv", "_scales", ".scale", "/scale", "._scale", ":scale", ":scales"),
-    *(".absmax", "/absmax", "_absmax"),
-)
+    "_scale", "_scale_inv", "_scales", ".scale", "/scale", "._scale", ":scale", ":scales",
+    ".absmax", "/absmax", "_absmax",
+)  # fmt: skip
 _SCALES_OF_SCALES = ("_scale_2", "_global_scale", ":global")
 # A module of quantised layers has one of these, for the tensors of these names.
 _MODULE_SCALES = ("scales", "scale", "SCB", "scale_packed")

@@ -43,13 +43,10 @@ if TYPE_CHECKING:
 
 
 #: Names of the facts that formats can hand over.
-FACTS = frozenset(
-    {
-        *("uses", "orders", "settings", "node", "constant", "attribute"),
-        *("class", "variable", "layer", "elements", "tree", "module_class"),
-        *("parameter_of", "buffer_of"),
-    }
-)
+FACTS = frozenset({
+    "uses", "orders", "settings", "node", "constant", "attribute", "class", "variable", "layer",
+    "elements", "tree", "module_class", "parameter_of", "buffer_of",
+})  # fmt: skip
 
 
 class Conclusion(NamedTuple):

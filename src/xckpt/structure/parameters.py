@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 _GROUP = re.compile(r"((?:.+\.)?)param_groups\.[0-9]{1,9}\.params", re.DOTALL)
 _STATE = re.compile(r"state\.([0-9]{1,18})\.([A-Za-z_]+)")
 #: Fields of the state of an optimizer that have the shape of their parameter.
-WHOLE = frozenset(
-    {
-        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
-        *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
-    }
-)
+WHOLE = frozenset({
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
+    "grad_avg", "acc_delta", "sum", "prev", "step_size", "ax",
+})  # fmt: skip
 _MOST_LISTED = 1 << 20
 
 

@@ -32,9 +32,9 @@ __all__ = ["SHARED_ATTRS", "Division", "Layout", "stage_names"]
 
 #: Attributes that have one value on all ranks of a checkpoint of Megatron-LM.
 SHARED_ATTRS = (
-    *("iteration", "checkpoint_version", "args.num_layers", "args.hidden_size"),
-    *("args.tensor_model_parallel_size", "args.pipeline_model_parallel_size"),
-)
+    "iteration", "checkpoint_version", "args.num_layers", "args.hidden_size",
+    "args.tensor_model_parallel_size", "args.pipeline_model_parallel_size",
+)  # fmt: skip
 
 # The arguments of Megatron-LM among the attributes of its checkpoints.
 _ARGS = "args."

@@ -36,9 +36,9 @@ F = TypeVar("F", bound="Callable[..., Any]")
 _FOLDER_FORMAT = "safetensors"
 # Options that all formats have.
 _OPTIONS = (
-    *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
-    *("tensors", "exclude", "only", "dtype", "names", "verify", "source_engine", "skip_unreadable"),
-)
+    "encoding", "cast", "compute", "overwrite", "progress", "storage_options", "tensors", "exclude",
+    "only", "dtype", "names", "verify", "source_engine", "skip_unreadable",
+)  # fmt: skip
 
 
 class _InFolder(str):

@@ -97,9 +97,8 @@ class Gguf(Format):
     types = _TYPES
     states_its_files = True
     storage_attrs = (
-        *(*_SPLIT, "general.alignment", "general.file_type", "general.quantization_version"),
-        _SCALE,
-    )
+        *_SPLIT, "general.alignment", "general.file_type", "general.quantization_version", _SCALE,
+    )  # fmt: skip
     can = Can(
         # gguf-py divides the last axis of BF16, and fails for the whole file without an axis.
         scalar_types=tuple([dtype for dtype in _TYPES.values() if dtype != "bfloat16"]),

@@ -95,7 +95,9 @@ class Mlcp(Format):
     types = DATA_TYPES
     storage_attrs = (
         *(name for name in FIELDS if name not in {"training", "customFields"}),
-        *(*metadata.ADDED, "rank", "name"),
+        *metadata.ADDED,
+        "rank",
+        "name",
     )
     can = Can(
         # The first of several types with the same width is preferred.

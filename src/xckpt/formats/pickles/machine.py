@@ -547,7 +547,7 @@ _INT = rb"(?:K.|M..|J.{4}|" + _LONG + rb")"
 _SIZES = rb"(\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\((?:%b){4,64}t))" % ((_INT,) * 4) + _PUT + b"?"
 _RECORD = re.compile(
     rb"\(\(%b%bX([\x01-\x09]\0\0\0[0-9]{1,9})%b%b(%b)t%bQ(%b)%b%b([\x88\x89])%b\)R%bt%bR%b"
-    % (*(_GOT, _GOT, _PUT, _GOT, _INT, _PUT, _INT, _SIZES, _SIZES, _GOT), *(_PUT,) * 3),
+    % (_GOT, _GOT, _PUT, _GOT, _INT, _PUT, _INT, _SIZES, _SIZES, _GOT, _PUT, _PUT, _PUT),
     re.DOTALL,
 )
 _INT_OPCODE = re.compile(

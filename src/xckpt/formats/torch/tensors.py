@@ -47,10 +47,10 @@ _SHOWN = 200
 # --- element types --------------------------------------------------------------------------------
 
 _PLAIN = (
-    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "bool"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-)
+    "float64", "float32", "float16", "bfloat16", "complex128", "complex64", "bool", "int64",
+    "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "float8_e4m3fn",
+    "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
 _PLAIN_TYPES = frozenset(_PLAIN)
 _PAIRS = "float4_e2m1fn_x2"  # sizes count bytes
 # The stored element types. Types outside of `_PLAIN` have a further meaning.

@@ -48,12 +48,10 @@ _COMPONENTS = {
 }
 # Components by whose family a checkpoint with several models is called.
 _MAIN = frozenset({"", "text", "unet", "transformer"})
-_WRAPPERS = frozenset(
-    {
-        *("model", "module", "_orig_mod", "base_model", "transformer", "state_dict", "params"),
-        *("backbone", "bert", "roberta", "gpt_neox", "rwkv", "clip", "vit"),
-    }
-)
+_WRAPPERS = frozenset({
+    "model", "module", "_orig_mod", "base_model", "transformer", "state_dict", "params", "backbone",
+    "bert", "roberta", "gpt_neox", "rwkv", "clip", "vit",
+})  # fmt: skip
 
 
 # --- the tables -----------------------------------------------------------------------------------

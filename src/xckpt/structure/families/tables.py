@@ -62,13 +62,11 @@ _PARAMS = {
     **dict.fromkeys(("bias", "beta"), "bias"),
 }
 _OF_BATCH_NORMS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-_OF_QUANTISED = frozenset(
-    {
-        *("qweight", "qzeros", "scales", "biases", "g_idx", "SCB", "input_scale", "weight_format"),
-        *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
-        *("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
-    }
-)
+_OF_QUANTISED = frozenset({
+    "qweight", "qzeros", "scales", "biases", "g_idx", "SCB", "input_scale", "weight_format",
+    "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_packed",
+    "weight_shape", "weight_zero_point", "weight_g_idx",
+})  # fmt: skip
 # Axes whose extents differ from module to module.
 LOCAL_AXES = frozenset({"out", "in", "height", "width", "channel"})
 
