@@ -4,6 +4,7 @@
 
     CheckpointError
     ├── FormatError (ValueError)               the file breaks a rule of its format
+    │   └── TruncatedError                     a field continues after the end of its area
     ├── IntegrityError (ValueError)            a digest disagrees with the bytes
     ├── UnsupportedError (NotImplementedError) the file uses an unsupported feature
     │   └── TooLargeError (MemoryError)        the selected data do not fit in memory
@@ -43,6 +44,7 @@ __all__ = [
     "MissingShardError",
     "PayloadMissingError",
     "TooLargeError",
+    "TruncatedError",
     "UnreadableWarning",
     "UnsupportedError",
     "causes_of",
@@ -215,6 +217,10 @@ class FormatError(CheckpointError, ValueError):
     ...     print(error.rule, error.offset)
     FileTooSmall 0
     """
+
+
+class TruncatedError(FormatError):
+    """A field continues after the end of the file, or of the area that it belongs to."""
 
 
 class IntegrityError(CheckpointError, ValueError):

@@ -36,7 +36,13 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import (
+    CheckpointError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+    shown,
+)
 from xckpt.formats import Format, Readable, kit
 from xckpt.index import Index, Part, Tensor, runs_of, strides_of
 
@@ -261,10 +267,10 @@ class _Tree(kit.Cursor):
         place = path if 0 < len(path) <= _LONGEST_PATH else None
         try:
             return self._array(name, place)
+        except TruncatedError as error:
+            raise error.located(tensor=name, offset=start) from None
         except CheckpointError as error:
             problem = error.located(tensor=name, offset=start)
-            if error.rule == "Truncated":
-                raise problem from None
             return Tensor(name, "unknown", (), {}, problem=problem, path=place)
 
     def _array(self, name: str, path: tuple[str, ...] | None) -> Tensor:

@@ -16,7 +16,14 @@ from struct import error as StructError  # noqa: N812
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
+from xckpt.errors import (
+    CheckpointError,
+    FormatError,
+    MissingShardError,
+    TruncatedError,
+    UnsupportedError,
+    shown,
+)
 from xckpt.index import DEEPEST_ATTRS, Arrangement, Index, is_json
 
 if TYPE_CHECKING:
@@ -167,7 +174,7 @@ class Cursor:
     def require(self, nbytes: int, label: str) -> None:
         """Raise `FormatError` if fewer bytes are left."""
         if nbytes > self._end - self.at:
-            raise FormatError(
+            raise TruncatedError(
                 f"{label}: {nbytes} bytes, but {self.left} are left of {self._area}",
                 offset=self.at,
                 rule="Truncated",

@@ -21,7 +21,13 @@ from struct import Struct
 from struct import error as StructError  # noqa: N812  "error" is too general
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import (
+    CheckpointError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+    shown,
+)
 from xckpt.formats.pickles.executing import CodeUses
 from xckpt.formats.pickles.records import (
     Call,
@@ -104,12 +110,16 @@ class Machine:
                 return self.pop()
             else:
                 raise self.broken(f"{bytes((code,))!r} is not an opcode", "Opcode", self.at - 1)
-        raise self.broken(f"the pickle at byte {self.base + start} has no end", "Truncated")
+        raise self.truncated(f"the pickle at byte {self.base + start} has no end")
 
     def broken(self, reason: str, rule: str, at: int | None = None) -> FormatError:
         """Return the error for offset `at`, by default the current one."""
         at = self.at if at is None else at
         return FormatError(reason, offset=self.base + min(at, len(self.data)), rule=rule)
+
+    def truncated(self, reason: str, rule: str = "Truncated") -> TruncatedError:
+        """Return the error for a pickle that more bytes may complete."""
+        return TruncatedError(reason, offset=self.base + self.at, rule=rule)
 
     # --- bytes -----------------------------------------------------------------------------------
 
@@ -119,7 +129,7 @@ class Machine:
         if not 0 <= nbytes <= len(self.data) - at:
             available = len(self.data) - at
             reason = f"{nbytes} bytes exceed the pickle, which has {available} more"
-            raise self.broken(reason, "Truncated")
+            raise self.truncated(reason)
         self.at = at + nbytes
         return self.data[at : self.at]
 
@@ -131,7 +141,7 @@ class Machine:
         """Read to the end of the line."""
         end = self.data.find(b"\n", self.at, self.at + longest + 1)
         if end < 0:
-            raise self.broken(f"a line is longer than {longest} bytes", "Line")
+            raise self.truncated(f"a line is longer than {longest} bytes", "Line")
         line, self.at = self.data[self.at : end], end + 1
         return line
 
@@ -337,7 +347,7 @@ def _frame(m: Machine) -> None:
     nbytes, available = m.number(_U64), len(m.data) - m.at
     if nbytes > available:
         reason = f"a frame has {nbytes} bytes, but only {available} follow"
-        raise m.broken(reason, "Truncated")
+        raise m.truncated(reason)
 
 
 def _digits(m: Machine, text: bytes) -> int:

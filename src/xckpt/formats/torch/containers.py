@@ -24,7 +24,13 @@ from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import (
+    CheckpointError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+    shown,
+)
 from xckpt.formats import archive, kit
 from xckpt.formats.pickles.machine import Machine
 from xckpt.formats.pickles.records import Pairs, spelled
@@ -291,8 +297,8 @@ class _Chain:
             machine = Machine(self._data, start)
             try:
                 value = machine.run()
-            except FormatError as error:
-                if error.rule not in {"Truncated", "Line"} or len(self._data) >= min(size, LARGEST):
+            except TruncatedError:
+                if len(self._data) >= min(size, LARGEST):
                     raise
                 more = min(size, len(self._data) + step)
                 self._data = bytes(self._source.read(0, more))
