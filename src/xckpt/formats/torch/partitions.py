@@ -69,10 +69,10 @@ class Partitions:
             size, start = sum([size_of(rank[group]) for rank in flats]), 0
             for (name, shape), padding in zip(named.items(), paddings, strict=True):
                 slots[name] = Slot(shape, group, start)
-                start += prod(shape)
-                _check_end(name, start, size)
-                start += padding
-            _check_total(start, size, 2 * len(flats))
+                end = start + prod(shape)
+                _require_room(name, end, size)
+                start = end + padding
+            _require_size(start, size, 2 * len(flats))
         return cls(slots, is_cut=False)
 
     @classmethod
@@ -84,8 +84,8 @@ class Partitions:
             for name, shape in named.items():
                 slots[name] = Slot(shape, 0, start)
                 start += share_of(shape, len(flats))
-                _check_end(name, start, size)
-        _check_total(start, size, 1)
+                _require_room(name, start, size)
+        _require_size(start, size, 1)
         return cls(slots, is_cut=True)
 
     def tensors(self, flats: Flats, prefix: str = "", suffix: str = "") -> dict[str, Tensor]:
@@ -129,12 +129,12 @@ class _Vector:
 
     def pieces(self, start: int, stop: int) -> Iterator[_Piece]:
         """Return the pieces of a range, which is within the vectors."""
-        number = bisect_right(self._starts, start) - 1
+        vector = bisect_right(self._starts, start) - 1
         while start < stop:
-            end = min(stop, self._starts[number + 1])
+            end = min(stop, self._starts[vector + 1])
             if start < end:
-                yield _Piece(self._parts[number], start - self._starts[number], end - start)
-            start, number = end, number + 1
+                yield _Piece(self._parts[vector], start - self._starts[vector], end - start)
+            start, vector = end, vector + 1
 
 
 def size_of(part: Part) -> int:
@@ -142,15 +142,17 @@ def size_of(part: Part) -> int:
     return prod(part.shape or ())
 
 
-def _check_end(name: str, stop: int, size: int) -> None:
-    if stop > size:
-        reason = f"it ends at element {stop} of its flat vector, which has {size}"
+def _require_room(name: str, end: int, size: int) -> None:
+    """Raise if a parameter ends after its flat vector."""
+    if end > size:
+        reason = f"it ends at element {end} of its flat vector, which has {size}"
         raise FormatError(reason, tensor=name, rule="Flat")
 
 
-def _check_total(stop: int, size: int, alignment: int) -> None:
-    if -(-stop // alignment) != -(-size // alignment):
-        reason = f"the parameters take {stop} elements, but the flat vectors have {size}"
+def _require_size(end: int, size: int, alignment: int) -> None:
+    """Raise if the flat vectors do not end with the last parameter and its padding."""
+    if -(-end // alignment) != -(-size // alignment):
+        reason = f"the parameters take {end} elements, but the flat vectors have {size}"
         raise FormatError(reason, rule="Flat")
 
 
@@ -159,23 +161,23 @@ def _tensor(name: str, shape: tuple[int, ...], pieces: Iterator[_Piece]) -> Tens
     blocks: list[Part] = []
     position = 0
     for part, first, length in pieces:
-        at = part.offset + nbytes_of(part.dtype, first)
+        offset = part.offset + nbytes_of(part.dtype, first)
         for key in runs_of(shape, position, position + length):
             extents = tuple([entry.stop - entry.start for entry in key])
             nbytes = nbytes_of(part.dtype, prod(extents))
             # A checksum covers the whole vector, which begins with this block.
-            within = part if part.digest is not None and at == part.offset else None
+            within = part if part.digest is not None and offset == part.offset else None
             block = replace(
                 part,
                 shape=extents,
-                offset=at,
+                offset=offset,
                 nbytes=nbytes,
                 digest=None,
                 within=within,
                 origin=tuple([entry.start for entry in key]),
             )
             blocks.append(block)
-            at += nbytes
+            offset += nbytes
         position += length
     blocks = blocks or [Part("float32", shape, 0, 0)]
     dtype = blocks[0].dtype
@@ -184,5 +186,5 @@ def _tensor(name: str, shape: tuple[int, ...], pieces: Iterator[_Piece]) -> Tens
         return Tensor(name, dtype, shape, {}, problem=problem)
     if len(blocks) == 1:
         return Tensor(name, dtype, shape, {"data": replace(blocks[0], origin=None)})
-    parts = {str(number): block for number, block in enumerate(blocks)}
+    parts = {str(position): block for position, block in enumerate(blocks)}
     return Tensor(name, dtype, shape, parts, "chunked")
