@@ -45,8 +45,10 @@ if TYPE_CHECKING:
     from xckpt.typing import Array
 
 _Item = TypeVar("_Item")
-# The words of a name, or its indices as they are spelled.
+# The words of a name.
 _Path = tuple[str, ...]
+# The indices of a member as its name spells them, with leading zeros.
+_Spelling = tuple[str, ...]
 # The indices of a member.
 _Position = tuple[int, ...]
 # The indices along each axis of a grid.
@@ -128,7 +130,7 @@ def find_stacks(
             members = tuple([family.members[position] for position in product(*indices)])
             grids.append(_Grid(family.template, indices, members))
     grids = [_fix_shared_indices(grid) for grid in grids if len(grid.members) > 1]
-    order = {name: number for number, name in enumerate(kinds)}
+    order = {name: position for position, name in enumerate(kinds)}
     refused = set(reserved)
     while True:
         stacks = _named_stacks(grids, order, refused, preferred_dims or {})
@@ -157,13 +159,13 @@ def _clashing_dims(
     """Return dimensions with the name of a variable, or of a node below the stack."""
     # Their coordinates cannot be in the tree: children inherit the coordinates of a node.
     members = {name for stack in stacks for name in stack.members}
-    stated: dict[str, _Path | None] = {
+    path_of: dict[str, _Path | None] = {
         name: paths.get(name) for name in names if name not in members
     }
     for stack in stacks:
-        is_stated = stack.members[0] in paths
-        stated[stack.name] = split_words(stack.template) if is_stated else None
-    nodes_and_leaves = tree_paths(stated)
+        has_path = stack.members[0] in paths
+        path_of[stack.name] = split_words(stack.template) if has_path else None
+    nodes_and_leaves = tree_paths(path_of)
     dims = {dim for stack in stacks for dim in stack.dims}
     nodes_below: dict[str, set[str]] = defaultdict(set)  # at any depth
     for path in {node for node, _ in nodes_and_leaves.values()}:
@@ -197,9 +199,9 @@ def _families(
 ) -> Iterator[_Numbered]:
     """Yield all families of two or more tensors."""
     groups = _numbered(kinds, structure, modules, paths)
-    for (template, _), spelled_members in groups.items():
-        if len(spelled_members) > 1 and template.count(None) and has_words(template):
-            for family in _split_by_width(template, spelled_members):
+    for (template, _), members in groups.items():
+        if len(members) > 1 and template.count(None) and has_words(template):
+            for family in _split_by_width(template, members):
                 if len(family.members) > 1:
                     yield family
 
@@ -209,19 +211,19 @@ def _numbered(
     structure: Structure,
     modules: Collection[str] | None,
     paths: Mapping[str, _Path],
-) -> dict[tuple[_Template, Hashable], list[tuple[_Path, str]]]:
-    """Return names with their indices, by template and kind."""
-    apart = {n: p for n, p in paths.items() if ".".join(p) != n or any(map(_has_separator, p))}
-    groups: dict[tuple[_Template, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
+) -> dict[tuple[_Template, Hashable], list[tuple[_Spelling, str]]]:
+    """Return names, each after its indices, by template and kind."""
+    # Names whose words are stated, because dots and slashes do not separate them.
+    stated = {n: p for n, p in paths.items() if ".".join(p) != n or any(map(_has_separator, p))}
+    groups: dict[tuple[_Template, Hashable], list[tuple[_Spelling, str]]] = defaultdict(list)
     for template, members in structure.numbered(modules):
-        by_kind: dict[Hashable, list[tuple[_Path, str]]] = defaultdict(list)
-        for member in members:
-            name = member[1]
-            if name in kinds and name not in apart:
-                by_kind[kinds[name]].append(member)
-        for kind, spelled in by_kind.items():
-            groups[template, kind] += spelled
-    for name, path in apart.items():
+        by_kind: dict[Hashable, list[tuple[_Spelling, str]]] = defaultdict(list)
+        for spelling, name in members:
+            if name in kinds and name not in stated:
+                by_kind[kinds[name]].append((spelling, name))
+        for kind, of_kind in by_kind.items():
+            groups[template, kind] += of_kind
+    for name, path in stated.items():
         parsed = structure.parse(name, modules, path)
         # A template cannot restore a name that does not join its words with dots.
         if parsed.indices and name in kinds and ".".join(path) == name:
@@ -234,7 +236,7 @@ def _has_separator(word: str) -> bool:
 
 
 def _split_by_width(
-    template: _Template, members: Sequence[tuple[_Path, str]]
+    template: _Template, members: Sequence[tuple[_Spelling, str]]
 ) -> Iterator[_Numbered]:
     """Split tensors into families whose template can spell all indices along each axis."""
     # ``1`` and ``01`` are the same number, and so are never in one family.
@@ -246,7 +248,7 @@ def _split_by_width(
         names = [name for _, name in members]
         yield _Numbered(template, dict(zip(zip(*axes, strict=True), names, strict=True)))
         return
-    groups: dict[tuple[int, ...], list[tuple[_Path, str]]] = defaultdict(list)
+    groups: dict[tuple[int, ...], list[tuple[_Spelling, str]]] = defaultdict(list)
     for spelling, name in members:
         groups[tuple(map(_padded_width, spelling))].append((spelling, name))
     if len(groups) > 1:
@@ -265,7 +267,7 @@ def _padded_width(index: str) -> int:
     return len(index) if index[0] == "0" and index != "0" else 0
 
 
-def _has_widths(spelling: _Path, widths: tuple[int, ...]) -> bool:
+def _has_widths(spelling: _Spelling, widths: tuple[int, ...]) -> bool:
     return all(
         len(index) == width if _padded_width(index) else len(index) >= width
         for index, width in zip(spelling, widths, strict=True)
