@@ -144,22 +144,22 @@ def stored_contents(
         for stored in replacements(tensor, readers):
             yield from stored_contents(*stored, verify=verify)
         return
-    is_bool = ELEMENT_TYPES[tensor.dtype].decoded == "bool" if tensor.layout == "dense" else False
+    # Bytes that stand for booleans are compared as booleans.
+    is_bool = tensor.layout == "dense" and ELEMENT_TYPES[tensor.dtype].decoded == "bool"
     decode = is_bool or tensor.layout not in {"dense", "chunked", "structural"}
     sources: dict[str | None, Any] = {None: next(iter(readers.values())).source}
     sources |= {reader.part.shard: reader.source for reader in readers.values()}
     for role, lazy in lazy_arrays(tensor, sources, ReadOptions(decode, verify=verify)).items():
-        part = None if role is None else tensor.parts[role]
-        kind = "elements"
+        stored = tensor if role is None else tensor.parts[role]
+        name = tensor.name if role is None else f"{tensor.name}:{role}"
+        kind, dtype = "elements", stored.dtype
         if role is None and tensor.layout in {"quantized", "blocks"}:
-            kind = "decoded"
+            kind, dtype = "decoded", "float32"
         elif isinstance(lazy, SparseArray):
             kind = "nonzero"
-        name = tensor.name if role is None else f"{tensor.name}:{role}"
-        dtype = tensor.dtype if part is None else part.dtype
-        dtype = "bool" if lazy.dtype == bool else "float32" if kind == "decoded" else dtype
-        nbytes = tensor.nbytes if part is None else part.nbytes
-        yield TensorContent(name, dtype, kind, lazy, nbytes, lazy.source.name)
+        if lazy.dtype == bool:
+            dtype = "bool"
+        yield TensorContent(name, dtype, kind, lazy, stored.nbytes, lazy.source.name)
 
 
 def digest(
@@ -177,13 +177,13 @@ def digest(
         result = result._replace(dtype=like.dtype, kind=like.kind)
     total = max(1, nbytes_of(result.dtype, prod(shape)))
     done = reported = 0
-    hashers = [sha256(), sha256()]
+    values, coords = sha256(), sha256()
     blocks = _nonzero if result.kind == "nonzero" else _elements
     try:
         with locating(path=content.file or None, tensor=content.name):
-            for number, block in blocks(content, result.dtype):
+            for block, is_coords in blocks(content, result.dtype):
                 check()
-                hashers[number].update(block)
+                (coords if is_coords else values).update(block)
                 done += len(block)
                 passed = content.nbytes * min(done, total) // total
                 advance(passed - reported)
@@ -193,29 +193,37 @@ def digest(
             raise
         return TensorDigest(content.dtype, shape, content.kind, "")  # no element type has them all
     advance(content.nbytes - reported)
-    of_values = hashers[0].hexdigest()
+    whole = values
     if result.kind == "nonzero":
-        of_values = sha256(hashers[1].digest() + hashers[0].digest()).hexdigest()
-    return result._replace(sha256=of_values)
+        whole = sha256(coords.digest() + values.digest())
+    return result._replace(sha256=whole.hexdigest())
 
 
-def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, Any]]:
+class _HashedBlock(NamedTuple):
+    """Bytes of values to hash, or of coordinates."""
+
+    data: Any
+    is_coords: bool = False
+
+
+def _elements(content: TensorContent, dtype: str) -> Iterator[_HashedBlock]:
     stream = content.stream(dtype)
     if stream.size > _LARGEST_NBYTES and not isinstance(content.array, DenseArray):
         raise UnsupportedError(f"{stream.size} bytes are more than can be read one by one")
     for _, (block,) in stream.blocks(0, stream.size, thread_buffer()):
-        yield 0, block
+        yield _HashedBlock(block)
 
 
-def _nonzero(content: TensorContent, dtype: str) -> Iterator[tuple[int, Any]]:
-    """Yield the values that are not zero (number 0), and their coordinates (number 1)."""
+def _nonzero(content: TensorContent, dtype: str) -> Iterator[_HashedBlock]:
+    """Yield the values that are not zero, and their coordinates."""
     shape = content.array.shape
     for coords, stored in _stored_elements(content) if 0 not in shape else ():
         bits = np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), stored.itemsize)
         is_nonzero = bits.any(axis=-1)
         rows = np.stack([axis[is_nonzero] for axis in coords], axis=-1).astype("<i8", copy=False)
-        yield 1, as_bytes(rows)
-        yield 0, as_bytes(convert(stored[is_nonzero], dtype, "exact", tensor=content.name))
+        yield _HashedBlock(as_bytes(rows), is_coords=True)
+        values = convert(stored[is_nonzero], dtype, "exact", tensor=content.name)
+        yield _HashedBlock(as_bytes(values))
 
 
 def _stored_elements(content: TensorContent) -> Iterator[tuple[Sequence[Any], Any]]:
