@@ -162,15 +162,16 @@ class SparseArray(LazyArray):
         extents: list[int] = []
         remaining: list[AxisKey] = []
         for axis, entry in enumerate(key):
-            mask, place, extent, remaining_entry = _along(coords[axis], entry, self.shape[axis])
+            selected = _along(coords[axis], entry, self.shape[axis])
+            mask, place = selected.mask, selected.coords
             if mask is not None and not mask.all():
                 coords = tuple([along[mask] for along in coords])
                 places = [along[mask] for along in places]
                 values, place = values[mask], place[mask]
-            if extent is not None:
+            if selected.extent is not None:
                 places.append(place)
-                extents.append(extent)
-                remaining.append(remaining_entry)
+                extents.append(selected.extent)
+                remaining.append(selected.remaining)
         if not extents:
             return values[0] if len(values) else self.dtype.type(0)
         return take(self._block(tuple(extents), places, values), remaining)
@@ -259,28 +260,32 @@ def flat_positions(coords: Sequence[Array], shape: Sequence[int]) -> Array:
     return flat
 
 
-def _along(
-    coords: Array, entry: AxisKey, length: int
-) -> tuple[Array | None, Array, int | None, AxisKey]:
+class _Selected(NamedTuple):
+    """The elements along an axis that the entry of an index selects."""
+
+    mask: Array | None  # None if all are
+    coords: Array  # in the result
+    extent: int | None  # of the result; None if the axis is dropped
+    remaining: AxisKey = slice(None)  # the index to apply to the result
+
+
+def _along(coords: Array, entry: AxisKey, length: int) -> _Selected:
     """Apply the entry of an index to the coordinates along its axis."""
-    # Return a mask of the selected elements (None if all are), their places in the result, its
-    # extent (None if the axis is dropped), and the index to apply to it.
-    everything = slice(None)
     if isinstance(entry, int):
-        return coords == entry, coords, None, everything
+        return _Selected(coords == entry, coords, None)
     if isinstance(entry, slice):
         steps = range(length)[entry]
         if steps == range(length):
-            return None, coords, length, everything
+            return _Selected(None, coords, length)
         mask = (coords >= min(steps[0], steps[-1])) & (coords <= max(steps[0], steps[-1]))
         if abs(entry.step) > 1:
             mask &= (coords - entry.start) % entry.step == 0
-        return mask, (coords - entry.start) // entry.step, len(steps), everything
+        return _Selected(mask, (coords - entry.start) // entry.step, len(steps))
     positions, inverse = np.unique(entry, return_inverse=True)
     place = np.minimum(np.searchsorted(positions, coords), len(positions) - 1)
     is_ascending = len(positions) == len(entry) and bool((positions == entry).all())
-    remaining: AxisKey = everything if is_ascending else inverse
-    return positions[place] == coords, place, len(positions), remaining
+    remaining: AxisKey = slice(None) if is_ascending else inverse
+    return _Selected(positions[place] == coords, place, len(positions), remaining)
 
 
 class CSRArray(SparseArray):

@@ -386,26 +386,36 @@ def plan(new: Sequence[NewMember], *, alignment: int, extra: bytes = b"") -> Pla
         planned.append(
             PlannedPart(new_member.tensor, "data", part, None if at is None else at + gap, gap)
         )
-        placed.append((new_member, member, front, aligned, gap))
+        placed.append(_PlacedMember(new_member, member, front, aligned, gap))
         at = at + gap + part.nbytes if at is not None and method == STORED else None
     return Plan((), tuple(planned), finish=partial(_finish, placed, extra))
 
 
+class _PlacedMember(NamedTuple):
+    """A member to write, with its header except for checksum and sizes."""
+
+    new: NewMember
+    member: Member
+    front: bytes
+    alignment: int
+    gap: int  # bytes of the header and of the front
+
+
 def _finish(
-    placed: Sequence[tuple[NewMember, Member, bytes, int, int]],
+    placed: Sequence[_PlacedMember],
     extra: bytes,
     written: Mapping[tuple[str, str], Written],
 ) -> tuple[LiteralBytes, ...]:
     """Return the bytes with checksums and sizes: local headers, and the directory."""
     literals, members, end = [], [], 0
-    for new, planned, front, alignment, gap in placed:
+    for new, member, front, alignment, gap in placed:
         place = written[new.tensor, "data"]
         digest = int(str(place.digest).partition(":")[2], 16)
         crc = joined_crc(zlib.crc32(new.front), digest, new.part.nbytes)
         at, stored = place.offset - gap, len(front) + place.nbytes
-        member = planned._replace(crc=crc, stored_nbytes=stored, at=at)
-        literals.append(LiteralBytes(at, _local_header(member, len(front), alignment) + front))
-        members.append(member)
+        done = member._replace(crc=crc, stored_nbytes=stored, at=at)
+        literals.append(LiteralBytes(at, _local_header(done, len(front), alignment) + front))
+        members.append(done)
         end = place.offset + place.nbytes
     return (*literals, LiteralBytes(end, extra + _directory(members, end + len(extra))))
 
