@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
@@ -54,6 +54,15 @@ _SCALE_TYPES = {
 _SPELLED_SCALES = {dtype: spelled for spelled, dtype in _SCALE_TYPES.items()}
 _MOST_BLOCK_AXES = 5
 _WORD_BITS = 32
+
+
+class _Scales(NamedTuple):
+    """The fields of a `Scheme` about its scales."""
+
+    tensor: str | None
+    block: tuple[int, ...] | None
+    block_scale: str | None
+    written: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ class Scheme:
             axis = cbor.number("the axis of 'store'", axis)
         mode = cbor.unit("mode", fields.get("mode"), _MODES)
         scales = _parse_old_scales(fields) if is_old else _parse_scales(fields)
-        return cls(kind, store, axis, mode, *scales)
+        return cls(kind, store, axis, mode, **scales._asdict())
 
     @property
     def is_pinned(self) -> bool:
@@ -134,33 +143,31 @@ class Scheme:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _parse_scales(fields: dict[str, Any]) -> tuple[str | None, tuple[int, ...] | None, str | None]:
+def _parse_scales(fields: dict[str, Any]) -> _Scales:
     tensor = cbor.optional(fields.get("tensor"))
     if tensor is not None:
         tensor = cbor.unit("tensor", tensor, _SCALE_TYPES)
     block = cbor.optional(fields.get("block"))
     if block is None:
-        return tensor, None, None
+        return _Scales(tensor, None, None)
     inner = cbor.struct("block", block, {"size", "dtype"})
     scale = cbor.unit("dtype of block", inner.get("dtype"), _SCALE_TYPES)
-    return tensor, _parse_block_size(inner.get("size")), scale
+    return _Scales(tensor, _parse_block_size(inner.get("size")), scale)
 
 
-def _parse_old_scales(
-    fields: dict[str, Any],
-) -> tuple[str | None, tuple[int, ...] | None, str | None, bool]:
+def _parse_old_scales(fields: dict[str, Any]) -> _Scales:
     param = cbor.unit("param", fields.get("param"), _SCALE_TYPES)
     level, content = cbor.variant("level", fields.get("level"))
     if level == "Tensor":
         if content is not cbor.UNIT:
             raise cbor.mistyped("level", fields["level"], "a variant without content")
-        return param, None, None, True
+        return _Scales(param, None, None)
     if level == "Block":
-        return None, _parse_block_size(content), param, True
+        return _Scales(None, _parse_block_size(content), param)
     if level == "BlockTensor":
         inner = cbor.struct("BlockTensor", content, {"block", "global"})
         global_scale = cbor.unit("global", inner.get("global"), _SCALE_TYPES)
-        return global_scale, _parse_block_size(inner.get("block")), param, False
+        return _Scales(global_scale, _parse_block_size(inner.get("block")), param, written=False)
     raise cbor.unknown("level", level)
 
 
@@ -279,8 +286,10 @@ def _no_scheme(tensor: WantedTensor) -> UnsupportedError:
 
 def _derive_scheme(tensor: WantedTensor) -> Scheme | None:
     """Derive a scheme from a quantisation; `placed_parts` checks that the parts fit it."""
-    quantization, data, scales = tensor.quantization, *map(tensor.parts.get, ("data", "scales"))
-    if quantization is None or data is None or scales is None or quantization.zero != 0:
+    quantization, scales = tensor.quantization, tensor.parts.get("scales")
+    if quantization is None or scales is None or "data" not in tensor.parts:
+        return None
+    if quantization.zero != 0:
         return None
     extents = zip(quantization.block, tensor.shape, strict=True)
     has_one_scale = all(extent >= size for extent, size in extents)
@@ -291,17 +300,16 @@ def _derive_scheme(tensor: WantedTensor) -> Scheme | None:
     block = _without_leading_ones(quantization.block)
     if not has_one_scale and (len(block) > _MOST_BLOCK_AXES or max(block) > 255):
         return None
+    whole = scale if has_one_scale else None
+    if shared is not None:
+        whole = _SPELLED_SCALES[shared.dtype]
     packed = quantization.word_bits == _WORD_BITS
     return Scheme(
         value=f"Q{quantization.bits}F",
         store="PackedU32" if packed else "Native",
         packed_axis=0 if packed else None,
         mode="Symmetric",
-        tensor=_SPELLED_SCALES[shared.dtype]
-        if shared is not None
-        else scale
-        if has_one_scale
-        else None,
+        tensor=whole,
         block=None if has_one_scale else block,
         block_scale=None if has_one_scale else scale,
     )
