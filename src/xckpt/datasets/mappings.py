@@ -102,14 +102,14 @@ def _variable(
 def _as_numpy(value: Any) -> Array:
     """Return the elements of a tensor of another library; bfloat16 becomes `ml_dtypes.bfloat16`."""
     for method in ("detach", "cpu"):  # methods of PyTorch
-        value = getattr(value, method, lambda value=value: value)()
+        if hasattr(value, method):
+            value = getattr(value, method)()
     element_type = str(value.dtype).rpartition(".")[2]
     if not isinstance(value.dtype, np.dtype) and element_type in ELEMENT_TYPES:
         stored = stored_dtype(element_type)
         if stored.isbuiltin != 1:  # a type that PyTorch and MLX cannot convert to numpy
-            integers = getattr(
-                sys.modules[type(value.dtype).__module__], f"int{stored.itemsize * 8}"
-            )
+            library = sys.modules[type(value.dtype).__module__]
+            integers = getattr(library, f"int{stored.itemsize * 8}")
             return np.asarray(value.view(integers)).view(stored)
     if hasattr(value, "__array__"):
         return np.asarray(value)

@@ -45,52 +45,73 @@ _CORE_ML = "Open the checkpoint that it was converted from, or read it with core
 _TABLE = "It is a table, not a checkpoint: pandas.read_parquet or pandas.read_feather reads it"
 _IMAGE = "Choose the file with the weights"
 
-# First bytes of a file, its type, and advice.
-_SIGNATURES: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
-    (
+
+class _Mark(NamedTuple):
+    """Bytes by which a type of file is known, and advice."""
+
+    data: bytes | tuple[bytes, ...]
+    kind: str
+    advice: str
+    offset: int = 0
+
+
+_MARKS = (
+    _Mark(
         b"version https://git-lfs.github.com/spec/",
         "a Git LFS pointer instead of the file itself",
         "Run `git lfs pull` in its repository",
     ),
-    (b"/annex/objects/", "a git-annex pointer instead of the file itself", "Run `git annex get`"),
-    (b"outs:\n- md5:", "a DVC pointer instead of the file itself", "Run `dvc pull`"),
-    (b"lmgg", "a GGML file, older than GGUF", _OLD_GGML),
-    (b"fmgg", "a GGMF file, older than GGUF", _OLD_GGML),
-    (b"tjgg", "a GGJT file, older than GGUF", _OLD_GGML),
-    (b"algg", "a GGLA file, an adapter older than GGUF", "Convert the original adapter again"),
-    (b"MZqFpD", "a llamafile, a program with a model in it", "Extract its .gguf with `unzip`"),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file of netCDF 4", "Open it with engine='h5netcdf'"),
-    ((b"CDF\x01", b"CDF\x02", b"CDF\x05"), "a netCDF 3 file", "Open it with engine='scipy'"),
-    (b"MATLAB 5.0 MAT-file", "a MATLAB file", "Read it with scipy.io.loadmat, and save its arrays"),
-    (b"PAR1", "a Parquet file", _TABLE),
-    ((b"ARROW1\0\0", b"FEA1"), "an Arrow file", _TABLE),
-    (b"SQLite format 3\0", "an SQLite database", "Choose the file with the weights"),
-    (b"\x1f\x8b", "compressed by gzip", _UNZIP),
-    (b"\xfd7zXZ\x00", "compressed by xz", _UNZIP),
-    (b"BZh", "compressed by bzip2", _UNZIP),
-    (b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNZIP),
-    (b"\x04\x22\x4d\x18", "compressed by lz4", _UNZIP),
-    (b"Rar!\x1a\x07", "a RAR archive", _EXTRACT),
-    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive", _EXTRACT),
-    (b"PK\x03\x04", "a zip archive without arrays of NumPy or PyTorch", _EXTRACT),
-    (b"ftrt", "a TensorRT engine, which is made for one kind of GPU", _ENGINE),
-    (b"model_checkpoint_path:", "the list of the checkpoints of a TensorFlow run", _TENSORFLOW),
-    (b"\x12\x01\0\0\0\0\0\0", "a parameter file of MXNet", "Load it with mxnet.nd.load"),
-    (b"7767517\n", "the text of an ncnn model", _ENGINE),
-    (b"\x89PNG\r\n\x1a\n", "a PNG image", _IMAGE),
-    (b"\xff\xd8\xff", "a JPEG image", _IMAGE),
-    ((b"GIF87a", b"GIF89a"), "a GIF image", _IMAGE),
-    ((b"II*\0", b"MM\0*"), "a TIFF image", _IMAGE),
-    (b"%PDF-", "a PDF document", _IMAGE),
-    (b"\x7fELF", "a program or a library", "Choose the file with the weights"),
-)
-# Bytes further on, at an offset.
-_MARKS: tuple[tuple[int, bytes, str, str], ...] = (
-    (4, b"TFL3", "a TensorFlow Lite model", "Open the model that it was converted from"),
-    (4, b"ORTM", "a model of onnxruntime (.ort)", "Open the ONNX model that it was made from"),
-    (8, b"WEBP", "a WebP image", _IMAGE),
-    (64, b"\xef\xbe\xad\xde", "the weights of a Core ML package", _CORE_ML),
-    (257, b"ustar", "a tar archive", _EXTRACT),
+    _Mark(
+        b"/annex/objects/", "a git-annex pointer instead of the file itself", "Run `git annex get`"
+    ),
+    _Mark(b"outs:\n- md5:", "a DVC pointer instead of the file itself", "Run `dvc pull`"),
+    _Mark(b"lmgg", "a GGML file, older than GGUF", _OLD_GGML),
+    _Mark(b"fmgg", "a GGMF file, older than GGUF", _OLD_GGML),
+    _Mark(b"tjgg", "a GGJT file, older than GGUF", _OLD_GGML),
+    _Mark(b"algg", "a GGLA file, an adapter older than GGUF", "Convert the original adapter again"),
+    _Mark(b"MZqFpD", "a llamafile, a program with a model in it", "Extract its .gguf with `unzip`"),
+    _Mark(b"\x89HDF\r\n\x1a\n", "an HDF5 file of netCDF 4", "Open it with engine='h5netcdf'"),
+    _Mark((b"CDF\x01", b"CDF\x02", b"CDF\x05"), "a netCDF 3 file", "Open it with engine='scipy'"),
+    _Mark(
+        b"MATLAB 5.0 MAT-file",
+        "a MATLAB file",
+        "Read it with scipy.io.loadmat, and save its arrays",
+    ),
+    _Mark(b"PAR1", "a Parquet file", _TABLE),
+    _Mark((b"ARROW1\0\0", b"FEA1"), "an Arrow file", _TABLE),
+    _Mark(b"SQLite format 3\0", "an SQLite database", "Choose the file with the weights"),
+    _Mark(b"\x1f\x8b", "compressed by gzip", _UNZIP),
+    _Mark(b"\xfd7zXZ\x00", "compressed by xz", _UNZIP),
+    _Mark(b"BZh", "compressed by bzip2", _UNZIP),
+    _Mark(b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNZIP),
+    _Mark(b"\x04\x22\x4d\x18", "compressed by lz4", _UNZIP),
+    _Mark(b"Rar!\x1a\x07", "a RAR archive", _EXTRACT),
+    _Mark(b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive", _EXTRACT),
+    _Mark(b"PK\x03\x04", "a zip archive without arrays of NumPy or PyTorch", _EXTRACT),
+    _Mark(b"ftrt", "a TensorRT engine, which is made for one kind of GPU", _ENGINE),
+    _Mark(
+        b"model_checkpoint_path:", "the list of the checkpoints of a TensorFlow run", _TENSORFLOW
+    ),
+    _Mark(b"\x12\x01\0\0\0\0\0\0", "a parameter file of MXNet", "Load it with mxnet.nd.load"),
+    _Mark(b"7767517\n", "the text of an ncnn model", _ENGINE),
+    _Mark(b"\x89PNG\r\n\x1a\n", "a PNG image", _IMAGE),
+    _Mark(b"\xff\xd8\xff", "a JPEG image", _IMAGE),
+    _Mark((b"GIF87a", b"GIF89a"), "a GIF image", _IMAGE),
+    _Mark((b"II*\0", b"MM\0*"), "a TIFF image", _IMAGE),
+    _Mark(b"%PDF-", "a PDF document", _IMAGE),
+    _Mark(b"\x7fELF", "a program or a library", "Choose the file with the weights"),
+    _Mark(
+        b"TFL3", "a TensorFlow Lite model", "Open the model that it was converted from", offset=4
+    ),
+    _Mark(
+        b"ORTM",
+        "a model of onnxruntime (.ort)",
+        "Open the ONNX model that it was made from",
+        offset=4,
+    ),
+    _Mark(b"WEBP", "a WebP image", _IMAGE, offset=8),
+    _Mark(b"\xef\xbe\xad\xde", "the weights of a Core ML package", _CORE_ML, offset=64),
+    _Mark(b"ustar", "a tar archive", _EXTRACT, offset=257),
 )
 _APPLE_DOUBLE = b"\x00\x05\x16\x07"
 _STORAGE = b"X\7\0\0\0storage"  # the first word of the place of a storage outside of a pickle
@@ -137,10 +158,10 @@ def describe(head: bytes, source: Readable) -> Foreign | None:
         return Foreign("empty", "Writing or copying it may have failed")
     return (
         _by_folder(head, source, name)
-        or _by_contents(head, source)
+        or _by_members(head, source)
         or _by_signature(head)
         or by_part(source.name)
-        or _by_content(head, source.size, name.lower())
+        or _by_bytes(head, source.size, name.lower())
         or _by_name(source, name)
     )
 
@@ -177,12 +198,9 @@ def is_versioned_message(head: bytes) -> bool:
 
 
 def _by_signature(head: bytes) -> Foreign | None:
-    for first_bytes, kind, advice in _SIGNATURES:
-        if head.startswith(first_bytes):
-            return Foreign(kind, advice)
-    for offset, mark, kind, advice in _MARKS:
-        if head.startswith(mark, offset):
-            return Foreign(kind, advice)
+    for mark in _MARKS:
+        if head.startswith(mark.data, mark.offset):
+            return Foreign(mark.kind, mark.advice)
     return Foreign(_kind_of_pickle(head), _PICKLE) if _PICKLES.match(head) else None
 
 
@@ -222,7 +240,7 @@ def _is_beside(source: Readable, path: str) -> bool:
         return False
 
 
-def _by_contents(head: bytes, source: Readable) -> Foreign | None:
+def _by_members(head: bytes, source: Readable) -> Foreign | None:
     """Recognise an archive around a checkpoint by the names of its members."""
     if head.startswith(b"PK\3\4"):
         kind, names = "a zip archive", _names_in_zip(source)
@@ -280,7 +298,7 @@ def by_part(path: str) -> Foreign | None:
     return Foreign(reason, advice)
 
 
-def _by_content(head: bytes, size: int, name: str) -> Foreign | None:
+def _by_bytes(head: bytes, size: int, name: str) -> Foreign | None:
     if not any(head):
         count = f"only {size}" if size <= len(head) else f"at least {len(head)}"
         advice = "A download or a copy reserved its place and did not finish: repeat it"
