@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,28 @@ if TYPE_CHECKING:
     from xckpt.typing import Array
 
 
+class _Verdict(NamedTuple):
+    """The rule that reports channels, with the value and the sentence of its finding."""
+
+    rule: str
+    value: float
+    sentence: str
+
+
+class _Side(NamedTuple):
+    """The rows or the columns of a matrix, and the statistics about them."""
+
+    name: str
+    axis: int
+    dead: str
+    first_dead: str
+    outlying: str
+
+
+_ROWS = _Side("row", 0, "dead_rows", "first_empty_row", "outlier_rows")
+_COLUMNS = _Side("column", 1, "dead_columns", "first_dead_column", "outlier_columns")
+
+
 class _Dead(Rule):
     """Channels are zero in a tensor that has other elements."""
 
@@ -26,14 +48,14 @@ class _Dead(Rule):
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         has_others = evidence["zero"] < evidence["count"]
-        for side, statistic in enumerate(("dead_rows", "dead_columns")):
-            dead = evidence[statistic]
+        for side in (_ROWS, _COLUMNS):
+            dead = evidence[side.dead]
             for row in np.flatnonzero((dead > 0) & has_others).tolist():
-                if evidence.is_vector(row):
+                verdict = None if evidence.is_vector(row) else self._judge_side(evidence, row, side)
+                if verdict is None or verdict.rule != self.name:
                     continue
-                name, value, sentence = self._classify(evidence, row, side, dead[row])
-                if name == self.name and not self._is_initial(evidence, row, dead):
-                    yield self.finding(evidence, row, value, sentence)
+                if not self._is_initial(evidence, row, dead):
+                    yield self.finding(evidence, row, verdict.value, verdict.sentence)
 
     @staticmethod
     def _is_initial(evidence: Evidence, row: Any, dead: Array) -> bool:
@@ -45,28 +67,31 @@ class _Dead(Rule):
         )
 
     @staticmethod
-    def _classify(evidence: Evidence, row: Any, side: int, number: float) -> tuple[str, float, str]:
-        """Return the rule that reports dead channels, its value and its sentence."""
-        shape, block = evidence.shapes[row], evidence["dead_block"][row]
+    def _judge_side(evidence: Evidence, row: int, side: _Side) -> _Verdict | None:
+        """Return the verdict on the dead channels of a tensor; None for a padding token."""
+        count, block = evidence[side.dead][row], evidence["dead_block"][row]
         kind = evidence.module_type(row)
-        if side == 0 and number == 1 and (kind == "embedding" or evidence.is_tied_head(row)):
-            return "", 0.0, ""  # padding token
-        if side == 0 and (kind == "router" or evidence.is_stack_of_experts(row)):
-            experts = counted(shape[0], "expert")
-            return "dead_experts", number, f"{number:,.0f} of {experts} has nothing but zeros"
-        total = evidence[("row_count", "column_count")[side]][row]
+        if side is _ROWS and count == 1 and (kind == "embedding" or evidence.is_tied_head(row)):
+            return None
+        if side is _ROWS and (kind == "router" or evidence.is_stack_of_experts(row)):
+            experts = counted(evidence.shapes[row][0], "expert")
+            return _Verdict(
+                "dead_experts", count, f"{count:,.0f} of {experts} has nothing but zeros"
+            )
+        total = evidence[f"{side.name}_count"][row]
         share = "" if np.isnan(total) else f" of {total:,.0f}"
-        plural = "" if number == 1 and not share else "s"
-        word = evidence.channel_words(row)[side]
-        sentence = f"{number:,.0f}{share} {word}{plural} {'is' if number == 1 else 'are'} zero"
-        first = evidence[("first_empty_row", "first_dead_column")[side]][row]
-        if number == 1 and not np.isnan(first):
+        plural = "" if count == 1 and not share else "s"
+        word = evidence.channel_words(row)[side.axis]
+        sentence = f"{count:,.0f}{share} {word}{plural} {'is' if count == 1 else 'are'} zero"
+        first = evidence[side.first_dead][row]
+        if count == 1 and not np.isnan(first):
             sentence += f": number {first:,.0f}"
         is_attention = evidence.slot(row).partition(".")[0] == "attention"
-        if block > 1 and is_attention and number % block == 0:
-            heads = counted(int(number // block), "head")
-            return "dead_heads", number // block, f"{sentence}: as many as {heads} of {block:.0f}"
-        return f"dead_{('row', 'column')[side]}s", number, sentence
+        if block > 1 and is_attention and count % block == 0:
+            heads = counted(int(count // block), "head")
+            sentence += f": as many as {heads} of {block:.0f}"
+            return _Verdict("dead_heads", count // block, sentence)
+        return _Verdict(side.dead, count, sentence)
 
 
 class DeadRows(_Dead):
@@ -96,13 +121,13 @@ class DeadExperts(_Dead):
         yield from super()._judge(evidence)
         for row in np.flatnonzero(evidence["faint_rows"] > 0):
             if evidence.module_type(int(row)) == "router":
-                number, first = evidence["faint_rows"][row], evidence["faint_row"][row]
+                count, first = evidence["faint_rows"][row], evidence["faint_row"][row]
                 sentence = (
-                    f"{number:,.0f} of {counted(evidence.shapes[row][0], 'expert')} "
-                    f"{'has' if number == 1 else 'have'} a row of the router near zero, "
+                    f"{count:,.0f} of {counted(evidence.shapes[row][0], 'expert')} "
+                    f"{'has' if count == 1 else 'have'} a row of the router near zero, "
                     f"first expert {first:.0f}"
                 )
-                yield self.finding(evidence, row, number, sentence)
+                yield self.finding(evidence, row, count, sentence)
 
 
 class OutlierChannels(Rule):
@@ -122,23 +147,22 @@ class OutlierChannels(Rule):
             is_outlying &= rows != columns
         for row in np.flatnonzero(is_outlying).tolist():
             words = evidence.channel_words(row)
-            sides = [
-                (outliers[row], evidence[f"{side}_count"][row], side, word)
-                for outliers, side, word in zip(
-                    (rows, columns), ("row", "column"), words, strict=True
-                )
-                if outliers[row] > 0 and evidence[f"{side}_count"][row] > 1
-            ]
-            if not sides:
+            # Features of language models are columns.
+            sides = (_COLUMNS, _ROWS) if words[_ROWS.axis] == "row" else (_ROWS, _COLUMNS)
+            counts = {
+                side: evidence[side.outlying][row]
+                for side in sides
+                if evidence[side.outlying][row] > 0 and evidence[f"{side.name}_count"][row] > 1
+            }
+            if not counts:
                 continue
-            if words[0] == "row":  # features of language models are columns
-                sides.reverse()
-            number, total, side, word = min(sides, key=lambda entry: entry[0])
-            if number <= max(1, self.few * total):
-                place = evidence[f"top_{side}"][row]
+            side = min(counts, key=counts.__getitem__)
+            count, total = counts[side], evidence[f"{side.name}_count"][row]
+            if count <= max(1, self.few * total):
+                word, place = words[side.axis], evidence[f"top_{side.name}"][row]
                 sentence = (
-                    f"{counted(int(number), word)} of {total:,.0f} "
-                    f"{'has' if number == 1 else 'have'} elements beyond {self.threshold:g} "
+                    f"{counted(int(count), word)} of {total:,.0f} "
+                    f"{'has' if count == 1 else 'have'} elements beyond {self.threshold:g} "
                     f"standard deviations, up to {ratio[row]:.0f} in {word} {place:,.0f}"
                 )
                 yield self.finding(evidence, row, ratio[row], sentence)
@@ -167,11 +191,11 @@ class _EqualRows(Rule):
             if not self._are_many(most, repeated, total[row]):
                 continue
             word = evidence.channel_words(row)[0]
-            number = max(repeated, most)
-            sentence = f"{number:,} of {total[row]:,.0f} {word}s are equal"
+            count_equal = max(repeated, most)
+            sentence = f"{count_equal:,} of {total[row]:,.0f} {word}s are equal"
             if repeated >= most:
                 sentence += " to another one"
-            yield self.finding(evidence, row, number, sentence + self._consequence)
+            yield self.finding(evidence, row, count_equal, sentence + self._consequence)
 
     _is_about_tokens = False
     _consequence = ""
@@ -210,10 +234,7 @@ class RankOne(Rule):
         if not evidence.readers or evidence.is_new:
             return
         length, count = evidence["l2"], evidence["count"]
-        alive = [
-            evidence[f"{side}_count"] - evidence[dead]
-            for side, dead in (("row", "dead_rows"), ("column", "dead_columns"))
-        ]
+        alive = [evidence[f"{side.name}_count"] - evidence[side.dead] for side in (_ROWS, _COLUMNS)]
         may_be = np.abs(evidence["product_l2"] / length - 1) < evidence.rounding
         may_be &= (np.minimum(*alive) >= self.fewest_channels) & (count <= evidence.most_elements)
         for row in np.flatnonzero(may_be).tolist():

@@ -16,7 +16,7 @@ from xckpt.datasets.tensors import split_step
 from xckpt.statistics.computing import stats
 from xckpt.statistics.tables import named_tensors, table, tensor_attributes, tensor_rows
 from xckpt.structure import PARAMETERS, Described, Role, Structure
-from xckpt.structure.numbering import split_leaf
+from xckpt.structure.numbering import module_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +51,14 @@ class RuleFinding(NamedTuple):
     rule: str
     value: float
     explanation: str
+
+
+class _StepName(NamedTuple):
+    """The name of a tensor, taken apart."""
+
+    step: str  # empty outside of runs
+    template: tuple[str | None, ...]  # pieces of the name, None for indices
+    indices: tuple[int, ...]
 
 
 class Rule(ABC):
@@ -279,11 +287,11 @@ class Evidence:
 
     def gain_of(self, row: int) -> int | None:
         """Return the row of the gain of a norm, from that of its bias."""
-        return self._gains.get(split_leaf(self.names[row])[0]) if self.is_vector(row) else None
+        return self._gains.get(module_of(self.names[row])) if self.is_vector(row) else None
 
     @cached_property
     def _gains(self) -> dict[str, int]:
-        return {split_leaf(self.names[row])[0]: row for row in self.norms}
+        return {module_of(self.names[row]): row for row in self.norms}
 
     @cached_property
     def is_new(self) -> bool:
@@ -326,13 +334,13 @@ class Evidence:
         return [split_step(name, self.run) for name in self.names]
 
     @cached_property
-    def _split(self) -> list[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-        """Step, name without indices, and indices of each tensor."""
-        split = []
+    def _parsed_names(self) -> list[_StepName]:
+        """Name of each tensor, taken apart."""
+        parsed = []
         for step, plain in self._steps:
-            numbers = self.structure.siblings_key(plain)
-            split.append((step, numbers.template, tuple(map(int, numbers.indices))))
-        return split
+            key = self.structure.siblings_key(plain)
+            parsed.append(_StepName(step, key.template, tuple(map(int, key.indices))))
+        return parsed
 
     def step_of(self, row: int) -> str:
         """Return the step of a tensor; empty outside of runs."""
@@ -345,20 +353,21 @@ class Evidence:
     def family_of(self, row: int) -> tuple[Any, ...]:
         """Return the key that a tensor and its siblings share."""
         # A bias of a convolution is no sibling of a bias of a linear layer.
-        return (*self._split[row][:2], self._ndim(row), self.roles[row])
+        name = self._parsed_names[row]
+        return (name.step, name.template, self._ndim(row), self.roles[row])
 
     def _ndim(self, row: int) -> int:
         """Return the number of axes of a matrix, or that of the matrix of its module, negative."""
         if not self.is_vector(row):
             return len(self.shapes[row])
-        weight = self._matrices.get(split_leaf(self.names[row])[0])
+        weight = self._matrices.get(module_of(self.names[row]))
         return -(0 if weight is None else len(self.shapes[weight]))
 
     @cached_property
     def _matrices(self) -> dict[str, int]:
         """Row of the matrix of each module."""
         rows = range(len(self.names))
-        return {split_leaf(self.names[row])[0]: row for row in rows if not self.is_vector(row)}
+        return {module_of(self.names[row]): row for row in rows if not self.is_vector(row)}
 
     @cached_property
     def families(self) -> dict[tuple[Any, ...], list[int]]:
@@ -373,10 +382,10 @@ class Evidence:
         for siblings in self.families.values():
             series: dict[tuple[int, ...], list[int]] = {}
             for row in siblings:
-                if self._split[row][2]:
-                    series.setdefault(self._split[row][2][1:], []).append(row)
+                if indices := self._parsed_names[row].indices:
+                    series.setdefault(indices[1:], []).append(row)
             for rows in series.values():
-                yield sorted(rows, key=lambda row: self._split[row][2][0])
+                yield sorted(rows, key=lambda row: self._parsed_names[row].indices[0])
 
     def experts(self) -> Iterator[list[int]]:
         """Yield the rows of tensors whose names differ only in the number of the expert."""

@@ -22,7 +22,7 @@ from xckpt.labels.filters import select_or_raise
 from xckpt.notebook.folding import fold
 from xckpt.scan.entries import contents_of, entries_of
 from xckpt.structure import Role
-from xckpt.structure.numbering import split_leaf
+from xckpt.structure.numbering import module_of
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class StepChanges:
     def layer_of(self, row: int) -> str:
         """Return the name up to its first index, or the module of a name without one."""
         name = self.names[row]
-        return self._structure.layer(name) or split_leaf(name)[0] or name
+        return self._structure.layer(name) or module_of(name) or name
 
     def first_row(self, step: int) -> int:
         """Return the row of the first tensor of a step, for findings about the whole step."""

@@ -21,7 +21,7 @@ from xckpt.structure.numbering import (
     ParsedName,
     drop_indices,
     is_index,
-    split_leaf,
+    leaf_of,
     split_words,
     strip_separator,
 )
@@ -129,7 +129,7 @@ def codes_of(tensors: OpenTensors) -> dict[str, str]:
 
 def codes_drawn(scales: str | None) -> str:
     """Return a note on codes whose numbers a picture shows, with the name of their scales."""
-    return f"codes, whose scales are in {split_leaf(scales)[2]}" if scales else ""
+    return f"codes, whose scales are in {leaf_of(scales)}" if scales else ""
 
 
 def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:
@@ -137,7 +137,7 @@ def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:
     if not names:
         return ""
     their = "its scales are" if len(names) == 1 else "their scales are"
-    leaf = split_leaf(scales[names[0]])[2]
+    leaf = leaf_of(scales[names[0]])
     return f"without {counted(len(names), 'tensor')} of codes; {their} in {leaf}"
 
 

@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.structure.forms import masked
 from xckpt.structure.info import OF_TRAINING, Role
-from xckpt.structure.numbering import split_leaf, split_name
+from xckpt.structure.numbering import leaf_of, module_of, split_leaf, split_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -211,7 +211,7 @@ def roles_beside_codes(
         if roles[name] in _MAY_BE_CODES:
             changed[name] = Role.CODES
         if changed.get(name, roles[name]) is Role.CODES:
-            modules.add(split_leaf(name)[0])
+            modules.add(module_of(name))
     for name in companions:
         if roles[name] is Role.CONSTANT:
             changed[name] = Role.SCALE
@@ -321,37 +321,31 @@ def names_zero_point(param: str) -> bool:
     return _ZERO_POINT.fullmatch(_NUMBER.sub("0", param)) is not None
 
 
-_SLOTS = (
-    ("query", _words(r"q | q_(proj|einsum) | query(_proj|_dense)? | wq | to_q | attn_q")),
-    ("key", _words(r"k | k_proj | key(_proj|_dense)? | wk | to_k | attn_k")),
-    ("value", _words(r"v | v_proj | value(_proj|_dense)? | wv | to_v | attn_v")),
-    (
-        "qkv",
-        _words(
-            r"""qkv(_proj)? | w_?qkv | to_qkv | query_key_value | linear_qkv | attn_qkv
-            | in_proj(_weight|_bias)? | c_attn"""
-        ),
+_ATTENTION_SLOTS = {
+    "query": _words(r"q | q_(proj|einsum) | query(_proj|_dense)? | wq | to_q | attn_q"),
+    "key": _words(r"k | k_proj | key(_proj|_dense)? | wk | to_k | attn_k"),
+    "value": _words(r"v | v_proj | value(_proj|_dense)? | wv | to_v | attn_v"),
+    "qkv": _words(
+        r"""qkv(_proj)? | w_?qkv | to_qkv | query_key_value | linear_qkv | attn_qkv
+        | in_proj(_weight|_bias)? | c_attn"""
     ),
-    (
-        "output",
-        _words(
-            r"o | o_proj | wo | to_out | out(_proj)? | output | linear_proj | attn_output | c_proj"
-            r" | (attention_)?output(_dense)? | dense | attn_vec_einsum"
-        ),
+    "output": _words(
+        r"o | o_proj | wo | to_out | out(_proj)? | output | linear_proj | attn_output | c_proj"
+        r" | (attention_)?output(_dense)? | dense | attn_vec_einsum"
     ),
-    ("query_norm", _words(r"q_(layer)?norm | attn_q_norm | query_norm")),
-    ("key_norm", _words(r"k_(layer)?norm | attn_k_norm | key_norm")),
-    ("kv_b", _words(r"kv_b_proj | attn_kv_b")),
-    ("key_b", _words(r"attn_k_b")),
-    ("value_b", _words(r"attn_v_b")),
-)
+    "query_norm": _words(r"q_(layer)?norm | attn_q_norm | query_norm"),
+    "key_norm": _words(r"k_(layer)?norm | attn_k_norm | key_norm"),
+    "kv_b": _words(r"kv_b_proj | attn_kv_b"),
+    "key_b": _words(r"attn_k_b"),
+    "value_b": _words(r"attn_v_b"),
+}
 _FEED_FORWARD = _words(r"mlp | ffn | feed_?forward")
-_SLOTS_OF_FEED_FORWARD = (
-    ("gate", _words(r"gate(_proj)? | w1 | wi_0 | ffn_gate(_exps)?")),
-    ("up", _words(r"up(_proj)? | w3 | wi_1 | ffn_up(_exps)?")),
-    ("down", _words(r"down(_proj)? | w2 | wo | ffn_down(_exps)?")),
-    ("gate_up", _words(r"gate_up(_proj)? | gate_and_up_projs? | linear_fc1 | ffn_gate_up_exps")),
-)
+_FEED_FORWARD_SLOTS = {
+    "gate": _words(r"gate(_proj)? | w1 | wi_0 | ffn_gate(_exps)?"),
+    "up": _words(r"up(_proj)? | w3 | wi_1 | ffn_up(_exps)?"),
+    "down": _words(r"down(_proj)? | w2 | wo | ffn_down(_exps)?"),
+    "gate_up": _words(r"gate_up(_proj)? | gate_and_up_projs? | linear_fc1 | ffn_gate_up_exps"),
+}
 
 
 def slot_by_name(name: str) -> str:
@@ -362,19 +356,19 @@ def slot_by_name(name: str) -> str:
     path = [word for word in modules if not (word.isdigit() or word == "norms")]
     module = path[-1] if path else ""
     if any(map(names_experts, words[:-1])):
-        role = _role_of_module(module, _SLOTS_OF_FEED_FORWARD)
-        return f"expert.{role}" if role else ""
+        slot = _slot_in(_FEED_FORWARD_SLOTS, module)
+        return f"expert.{slot}" if slot else ""
     if any(map(_FEED_FORWARD.fullmatch, words[:-1])):
-        role = _role_of_module(module, _SLOTS_OF_FEED_FORWARD)
-        return f"ffn.{role}" if role else ""
+        slot = _slot_in(_FEED_FORWARD_SLOTS, module)
+        return f"ffn.{slot}" if slot else ""
     if not any(map(_ATTENTION.fullmatch, words[:-1])):
         return ""
-    role = _role_of_module(module, _SLOTS)
-    return f"attention.{role}" if role else "attention"
+    slot = _slot_in(_ATTENTION_SLOTS, module)
+    return f"attention.{slot}" if slot else "attention"
 
 
-def _role_of_module(module: str, slots: Iterable[tuple[str, re.Pattern[str]]]) -> str:
-    return next((role for role, words in slots if words.fullmatch(module)), "")
+def _slot_in(slots: Mapping[str, re.Pattern[str]], module: str) -> str:
+    return next((slot for slot, words in slots.items() if words.fullmatch(module)), "")
 
 
 def names_experts(name: str) -> bool:
@@ -384,20 +378,14 @@ def names_experts(name: str) -> bool:
 
 # Words for layers. Other repeated modules are called by their word without its "s".
 _LAYERS = frozenset({"blk", "h", "block", "blocks", "resblocks", "transformer_blocks"})
-
-
 _OF_SQUARES = re.compile(r"(^|[._:/])(max_)?(exp_avg_sq|square_avg|nu|moment_2|m2|v)([._:/]|$)")
+_FACTOR = re.compile(r"(^|[._])lora[._]?(embedding_)?(A|B|a|b|up|down)([._]|$)")
+_SECOND_FACTOR = re.compile(r"lora_[bB]\b")
 
 
 def is_of_squares(name: str) -> bool:
     """Return whether a moment is an average of squares, as in Adam."""
     return _OF_SQUARES.search(name) is not None
-
-
-_INITIAL_MATRIX = re.compile(r"lora_[bB]\b")
-
-
-_FACTOR = re.compile(r"(^|[._])lora[._]?(embedding_)?(A|B|a|b|up|down)([._]|$)")
 
 
 def names_factor(name: str) -> bool:
@@ -407,7 +395,7 @@ def names_factor(name: str) -> bool:
 
 def begins_as_zeros(name: str) -> bool:
     """Return whether a matrix is all zeros in a new model, as the second factor of an adapter."""
-    return _INITIAL_MATRIX.search(name) is not None
+    return _SECOND_FACTOR.search(name) is not None
 
 
 def repeated_module(word: str) -> str:
@@ -458,15 +446,15 @@ def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dic
     codes = _scales_by_codes(dtypes, code_types)
     if not codes:
         return codes, companions
-    modules = {split_leaf(name)[0]: scales for name, scales in codes.items()}
+    modules = {module_of(name): scales for name, scales in codes.items()}
     modules.pop("", None)
     modules |= codes
     for name, dtype in dtypes.items():
         if not dtype.startswith(("int", "uint")) or name in codes:
             continue
         # In the module of the codes, or below them: "weight.quant_state.bitsandbytes__nf4".
-        module = split_leaf(name)[0]
-        scales = modules.get(module) or codes.get(split_leaf(module)[0])
+        module = module_of(name)
+        scales = modules.get(module) or codes.get(module_of(module))
         if scales is not None:
             companions[name] = scales
     return codes, companions
@@ -478,36 +466,47 @@ def _scales_by_codes(dtypes: Mapping[str, str], code_types: Collection[str]) -> 
     # 100,000 names have few masks, and the mask of a name of scales is one of them.
     masks = masked(list(dtypes))
     present = set(masks)
-    edits: dict[str, list[tuple[int, str]]] = {}
+    edits: dict[str, list[_Edit]] = {}
     for (name, dtype), mask in zip(dtypes.items(), masks, strict=True):
         if dtype not in code_types:
             continue
         if mask not in edits:
             edits[mask] = [
-                (cut, ending)
-                for cut, ending in _edits_to_scales(mask)
-                if mask[: len(mask) - cut] + _NUMBER.sub("0", ending) in present
+                edit
+                for edit in _edits_to_scales(mask)
+                if edit._replace(ending=_NUMBER.sub("0", edit.ending)).apply(mask) in present
             ]
-        for cut, ending in edits[mask]:
-            scales = name[: len(name) - cut] + ending
+        for edit in edits[mask]:
+            scales = edit.apply(name)
             if scales in dtypes:
                 codes[name] = scales
                 break
     return codes
 
 
-def _edits_to_scales(name: str) -> Iterator[tuple[int, str]]:
-    """Yield how many characters to cut off a name, and what to append, for those of its scales."""
+class _Edit(NamedTuple):
+    """A change of the end of a name: how many characters are cut off, and what is appended."""
+
+    cut: int
+    ending: str
+
+    def apply(self, name: str) -> str:
+        """Return the changed name."""
+        return name[: len(name) - self.cut] + self.ending
+
+
+def _edits_to_scales(name: str) -> Iterator[_Edit]:
+    """Yield the changes that may turn the name of codes into that of their scales."""
     stem = name
     if name.endswith(_ENDINGS):
         stem = name.removesuffix(next(ending for ending in _ENDINGS if name.endswith(ending)))
     cut = len(name) - len(stem)
     for ending in _SCALES:
-        yield cut, ending
+        yield _Edit(cut, ending)
     if stem.endswith("_scale"):
         for ending in _SCALES_OF_SCALES:
-            yield cut + len("_scale"), ending
-    leaf = split_leaf(stem)[2]
+            yield _Edit(cut + len("_scale"), ending)
+    leaf = leaf_of(stem)
     if leaf in _MODULE_CODES:
         for scales in _MODULE_SCALES:
-            yield cut + len(leaf), scales
+            yield _Edit(cut + len(leaf), scales)

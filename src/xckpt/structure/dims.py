@@ -14,7 +14,7 @@ from xckpt.structure.axes import axes_by_facts
 from xckpt.structure.facts import model_facts
 from xckpt.structure.info import Described
 from xckpt.structure.model import family_of_index
-from xckpt.structure.numbering import split_leaf
+from xckpt.structure.numbering import module_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,8 +83,8 @@ def _dims_of(index: Index) -> Mapping[str, Axes]:
     vectors = [name for name, names in axes.items() if names == ("out",)]
     if not vectors:
         return axes
-    modules = {split_leaf(name)[0] for name, names in axes.items() if len(names) > 1}
-    unclear = {name for name in vectors if split_leaf(name)[0] not in modules}
+    modules = {module_of(name) for name, names in axes.items() if len(names) > 1}
+    unclear = {name for name in vectors if module_of(name) not in modules}
     return {name: names for name, names in axes.items() if name not in unclear}
 
 

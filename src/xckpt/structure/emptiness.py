@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from xckpt.structure.info import PARAMETERS, Role
-from xckpt.structure.numbering import split_leaf
+from xckpt.structure.numbering import leaf_of, module_of, split_leaf
 
 if TYPE_CHECKING:
     from xckpt.structure.model import Structure
@@ -53,11 +53,11 @@ def empty_weights(structure: Structure) -> dict[str, str]:
     if not empty:
         return {}
     roles = structure.roles
-    names = Counter(split_leaf(name)[2] for name, shape in shapes.items() if prod(shape))
+    names = Counter(leaf_of(name) for name, shape in shapes.items() if prod(shape))
     masked = {
         module
         for name, role in roles.items()
-        if role is Role.CONSTANT and (module := split_leaf(name)[0])
+        if role is Role.CONSTANT and (module := module_of(name))
     }
     reasons = {}
     for name, shape in empty.items():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.index import StoredList
 from xckpt.structure.info import Role
 from xckpt.structure.named_axes import KINDS
-from xckpt.structure.numbering import split_leaf, split_name
+from xckpt.structure.numbering import leaf_of, module_of, split_leaf, split_name
 from xckpt.structure.parameters import groups_of_numbers
 
 if TYPE_CHECKING:
@@ -226,10 +226,10 @@ class QuantizedModules(NamedTuple):
             name
             for name, dtype in dtypes.items()
             if _NARROW.fullmatch(dtype)
-            and _CODES.fullmatch(split_leaf(name)[2])
-            and not self.excludes(split_leaf(name)[0])
+            and _CODES.fullmatch(leaf_of(name))
+            and not self.excludes(module_of(name))
         }
-        modules = {split_leaf(name)[0] for name in codes}
+        modules = {module_of(name) for name in codes}
         roles = dict.fromkeys(codes, Role.CODES)
         for name, dtype in dtypes.items():
             if name in codes:

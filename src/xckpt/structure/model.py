@@ -32,9 +32,10 @@ from xckpt.structure.info import OF_TRAINING, Described, Evidence, Role, TensorI
 from xckpt.structure.numbering import (
     ParsedName,
     drop_indices,
+    leaf_of,
+    module_of,
     numbered_modules,
     parse_name,
-    split_leaf,
 )
 from xckpt.structure.roles import Roles
 
@@ -287,14 +288,14 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         for name, tensor in self._tensors.items():
             layer = (tensor.declared or {}).get("layer")
             if layer and self.roles[name] not in OF_TRAINING:
-                path = split_leaf(name)[0].removesuffix("/vars")
+                path = module_of(name).removesuffix("/vars")
                 layers[name] = layer, path
                 paths.setdefault(layer, set()).add(path)
         return {n: layer if len(paths[layer]) == 1 else path for n, (layer, path) in layers.items()}
 
     def bare_module(self, name: str) -> str:
         """Return the path of the module of a tensor without the indices of repeated modules."""
-        return split_leaf(drop_indices(self.siblings_key(name).template))[0]
+        return module_of(drop_indices(self.siblings_key(name).template))
 
     def layer(self, name: str) -> str:
         """Return the path of the outermost repeated module of a tensor, or its layer; or ``""``."""
@@ -325,7 +326,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
 
     @cached_property
     def _modules_of_norms(self) -> frozenset[str]:
-        return frozenset([module for name in self.norms if (module := split_leaf(name)[0])])
+        return frozenset([module for name in self.norms if (module := module_of(name))])
 
     def module_type(self, name: str) -> str:
         """Return the kind of the module that owns a tensor; empty if it is unknown."""
@@ -338,7 +339,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
             return stated
         if place is not None and place.module_type:
             return place.module_type
-        if name in self.norms or split_leaf(name)[0] in self._modules_of_norms:
+        if name in self.norms or module_of(name) in self._modules_of_norms:
             return "norm"
         return conventions.module_type_by_name(name, self._tensors[name].shape)
 
@@ -348,7 +349,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
 
     def _param(self, name: str, place: Place | None) -> str:
         stated = self._conclusions.get(name, _OPEN).param
-        return stated or (split_leaf(name)[2] if place is None else place.param)
+        return stated or (leaf_of(name) if place is None else place.param)
 
     def slot(self, name: str) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""
@@ -367,7 +368,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
 
     def is_kernel(self, name: str) -> bool:
         """Return whether a tensor is a kernel of Flax or Keras, whose inputs come first."""
-        return split_leaf(name)[2] == "kernel"
+        return leaf_of(name) == "kernel"
 
     def is_variance(self, name: str) -> bool:
         """Return whether a tensor is a running variance."""
@@ -383,7 +384,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         """Return whether a tensor multiplies codes; a zero point does not."""
         is_float = self._tensors[name].dtype.startswith(("float", "bfloat"))
         is_scale = self.roles[name] is Role.SCALE and is_float
-        return is_scale and not conventions.names_zero_point(split_leaf(name)[2])
+        return is_scale and not conventions.names_zero_point(leaf_of(name))
 
     def is_setting(self, name: str) -> bool:
         """Return whether the file states that a tensor is an argument of an operator."""
@@ -436,7 +437,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         return TensorInfo(
             role=role,
             component=self._component(name, place),
-            module=self._layers.get(name, split_leaf(name)[0]),
+            module=self._layers.get(name, module_of(name)),
             module_type=self._module_type(name, place),
             slot=self._slot(name, place),
             param=self._param(name, place),

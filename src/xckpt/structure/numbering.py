@@ -97,6 +97,16 @@ def split_leaf(name: str) -> tuple[str, str, str]:
     return name.rpartition("/" if name.rfind("/") > name.rfind(".") else ".")
 
 
+def module_of(name: str) -> str:
+    """Return a name up to its last dot or slash; empty without one."""
+    return split_leaf(name)[0]
+
+
+def leaf_of(name: str) -> str:
+    """Return a name after its last dot or slash."""
+    return split_leaf(name)[2]
+
+
 def is_index(piece: str) -> bool:
     """Return whether a piece is a whole number, with or without leading zeros."""
     # isdigit alone accepts "³" and digits of other scripts.

@@ -12,7 +12,7 @@ from xckpt.structure.declared import TRAINED, Conclusion, conclude
 from xckpt.structure.facts import ModelFacts
 from xckpt.structure.forms import grouped, masked
 from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Role
-from xckpt.structure.numbering import split_leaf
+from xckpt.structure.numbering import module_of
 from xckpt.structure.parameters import listed_by_number
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Roles:
             by_name = codes | companions
             stated = [name for name, role in declared.items() if role is Role.CODES]
             scales |= {name: by_name.get(name, "") for name in stated}
-        modules = {split_leaf(name)[0] for name, role in changed.items() if role is Role.CODES}
+        modules = {module_of(name) for name, role in changed.items() if role is Role.CODES}
         return changed | self._constant_buffers(modules) | by_model | declared, scales
 
     @cached_property
@@ -135,7 +135,7 @@ class Roles:
             for name, tensor in self._tensors.items()
             if tensor.declared and "buffer_of" in tensor.declared
             if self._named_roles[name] is Role.WEIGHT
-            if split_leaf(name)[0] not in modules_with_codes
+            if module_of(name) not in modules_with_codes
         }
 
     @property

@@ -67,6 +67,7 @@ _OF_QUANTISED = frozenset({
     "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_packed",
     "weight_shape", "weight_zero_point", "weight_g_idx",
 })  # fmt: skip
+_LARGEST_SIZE = 1 << 48
 # Axes whose extents differ from module to module.
 LOCAL_AXES = frozenset({"out", "in", "height", "width", "channel"})
 
@@ -78,12 +79,12 @@ class NumberedWord(NamedTuple):
     name: str
     after: str
 
-    def number(self, word: str) -> int | None:
+    def parse(self, word: str) -> int | None:
         """Return the index in a word of a name; None if the word is another one."""
         digits = word[len(self.before) : len(word) - len(self.after)]
-        is_number = digits.isdecimal() and digits.isascii() and len(digits) <= _MAX_DIGITS
+        is_index = digits.isdecimal() and digits.isascii() and len(digits) <= _MAX_DIGITS
         is_word = word == f"{self.before}{digits}{self.after}"
-        return int(digits) if is_number and is_word else None
+        return int(digits) if is_index and is_word else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,10 +112,10 @@ class NameRow:
                 if part != word:
                     return None
                 continue
-            number = part.number(word)
-            if number is None:
+            index = part.parse(word)
+            if index is None:
                 return None
-            indices.append((part.name, number))
+            indices.append((part.name, index))
         return tuple(indices)
 
     @property
@@ -243,7 +244,7 @@ class NameTable:
             for row in rows:
                 indices = row.indices(words)
                 if indices is not None:
-                    yield RowMatch(row, row.param, indices, *_axes_of_param(row, row.param))
+                    yield _match(row, row.param, indices)
         rows = self._rows_by_key.get((key[: max(key.rfind("."), 0)], False))
         if not rows:
             return
@@ -254,30 +255,32 @@ class NameTable:
         for row in rows:
             indices = row.indices(words)
             if indices is not None and (leaf not in _OF_BATCH_NORMS or row.module_type == "norm"):
-                param = _PARAMS.get(leaf, leaf)
-                yield RowMatch(row, param, indices, *_axes_of_param(row, leaf))
+                yield _match(row, leaf, indices)
 
 
-def _axes_of_param(
-    row: NameRow, leaf: str
-) -> tuple[Axes | None, tuple[int, ...], int | None, int | None]:
-    """Return the axes of a parameter, those that ranks divide, and its outputs and inputs."""
+def _match(row: NameRow, leaf: str, indices: tuple[tuple[str, int], ...]) -> RowMatch:
+    """Return the match of a row with a parameter, which is called `leaf` in the name."""
+    match = RowMatch(row, row.param or _PARAMS.get(leaf, leaf), indices, axes=None)
     if leaf == "kernel":  # of Flax: the window, inputs, outputs
-        order = (*range(2, len(row.axes)), 1, 0)
         if row.outputs != 0:
-            return None, (), None, None
-        axes = tuple([row.axes[axis] for axis in order])
-        cuts = tuple([order.index(axis) for axis in row.cuts])
-        return axes, cuts, len(order) - 1, len(order) - 2
+            return match
+        order = (*range(2, len(row.axes)), 1, 0)
+        return match._replace(
+            axes=tuple([row.axes[axis] for axis in order]),
+            cuts=tuple([order.index(axis) for axis in row.cuts]),
+            outputs=len(order) - 1,
+            inputs=len(order) - 2,
+        )
     if _PARAMS.get(leaf) == "weight":
-        return row.axes, row.cuts, row.outputs, row.inputs
+        return match._replace(axes=row.axes, cuts=row.cuts, outputs=row.outputs, inputs=row.inputs)
     if leaf == "num_batches_tracked":
-        return (), (), None, None
+        return match._replace(axes=())
     if leaf in _OF_QUANTISED:
-        return None, (), None, None
+        return match
     if row.outputs is None or row.param:
-        return row.axes, row.cuts, None, None
-    return (row.axes[row.outputs],), (0,) if row.outputs in row.cuts else (), None, None
+        return match._replace(axes=row.axes, cuts=row.cuts)
+    cuts = (0,) if row.outputs in row.cuts else ()
+    return match._replace(axes=(row.axes[row.outputs],), cuts=cuts)
 
 
 def plain(name: str) -> str:
@@ -316,30 +319,32 @@ def parse_table(name: str, text: str) -> NameTable:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if words[0] == "use":
-            base = load_table(words[1])
-            table.rows, table.sizes = list(base.rows), dict(base.sizes)
-            table.traits = {trait: list(values) for trait, values in base.traits.items()}
-        elif words[0] == "over":
-            pairs = [word.partition("=") for word in words[1:]]
-            prefixes = [("" if path == "*" else f"{path}.", slot) for path, _, slot in pairs]
-            prefixes = prefixes or [("", "")]
-        elif words[0].startswith("["):
-            section, _, of_heads = words[0].strip("[]").partition(":")
-            is_head = section == "heads"
-            component = of_heads if is_head else section
-        elif words[0].startswith("@"):
-            types = frozenset(map(normalise, words[1].split(",")))
-            table.traits.setdefault(words[0][1:], []).append((types, tuple(words[2].split(","))))
-        elif words[1] == "=":
-            table.sizes[words[0]] = tuple([word for word in words[2:] if word != "|"])
-        else:
-            for path, slot in prefixes:
-                # A part of a model has no components.
-                of_row = "" if path == "" and len(prefixes) > 1 else component
-                full_slot = f"{slot}.{words[1]}" if slot else words[1]
-                full_words = [path + words[0], full_slot, *words[2:]]
-                rows.append(_row(full_words, of_row, is_head=is_head))
+        match words:
+            case ["use", base_name]:
+                base = load_table(base_name)
+                table.rows, table.sizes = list(base.rows), dict(base.sizes)
+                table.traits = {trait: list(values) for trait, values in base.traits.items()}
+            case ["over", *pairs]:
+                split = [pair.partition("=") for pair in pairs]
+                prefixes = [("" if path == "*" else f"{path}.", slot) for path, _, slot in split]
+                prefixes = prefixes or [("", "")]
+            case [head] if head.startswith("["):
+                section, _, of_heads = head.strip("[]").partition(":")
+                is_head = section == "heads"
+                component = of_heads if is_head else section
+            case [trait, types, slots] if trait.startswith("@"):
+                named = frozenset(map(normalise, types.split(",")))
+                table.traits.setdefault(trait[1:], []).append((named, tuple(slots.split(","))))
+            case [size, "=", *expressions]:
+                table.sizes[size] = tuple([text for text in expressions if text != "|"])
+            case [pattern, slot, *others]:
+                for path, prefix in prefixes:
+                    # A part of a model has no components.
+                    of_row = "" if path == "" and len(prefixes) > 1 else component
+                    full_slot = f"{prefix}.{slot}" if prefix else slot
+                    rows.append(_row([path + pattern, full_slot, *others], of_row, is_head=is_head))
+            case _:
+                raise ValueError(f"table {name} has no line like {line!r}")
     replaced = {(row.pattern, row.param) for row in rows}
     table.rows = [row for row in table.rows if (row.pattern, row.param) not in replaced] + rows
     return table
@@ -391,7 +396,7 @@ def stated_sizes(
     table: NameTable, config: Mapping[str, object], usual: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the sizes of a model that its config states, some under `usual` keys."""
-    stated = {key: n for key, n in config.items() if type(n) is int and 0 < n < _LARGEST}
+    stated = {key: n for key, n in config.items() if type(n) is int and 0 < n < _LARGEST_SIZE}
     sizes = {name: size for name, size in usual.items() if name not in table.sizes}
     for name, expressions in table.sizes.items():
         values = (evaluate(text, {**stated, **usual, **sizes}) for text in expressions)
@@ -399,6 +404,3 @@ def stated_sizes(
         if size is not None:
             sizes[name] = size
     return sizes
-
-
-_LARGEST = 1 << 48
