@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -128,6 +128,14 @@ class TensorArrays(Sequence[LazyArray]):
         return replace(self, tensors=tensors, sources=sources)
 
 
+class _MemberKey(NamedTuple):
+    """An index into a stack, as the members that it selects and the index into each of them."""
+
+    places: list[int]  # positions of the members in the stack
+    grid: tuple[int, ...]  # that these members make
+    inner: tuple[AxisKey, ...]
+
+
 class StackedArray(LazyArray):
     """Arrays of one shape and dtype, in C order over a grid, as one array with more axes."""
 
@@ -167,9 +175,9 @@ class StackedArray(LazyArray):
 
     def ranges(self, key: Any) -> Iterator[Range]:
         """Return the byte ranges of the members; see `LazyArray.ranges`."""
-        numbers, _, inner = self._split(normalize(key, self.shape))
-        for number in numbers:
-            yield from self.members[number].ranges(inner)
+        places, _, inner = self._split(normalize(key, self.shape))
+        for place in places:
+            yield from self.members[place].ranges(inner)
 
     def chunks(self, target: int) -> Chunks:
         """Return a chunk or several to each member; small members share some."""
@@ -185,29 +193,29 @@ class StackedArray(LazyArray):
 
     def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
         """Return fewer members, or one of them, where that is all; see `LazyArray.sliced`."""
-        numbers, grid, inner = self._split(key)
+        places, grid, inner = self._split(key)
         if not grid:
-            return self.members[numbers[0]].sliced(inner)
-        if not numbers:
+            return self.members[places[0]].sliced(inner)
+        if not places:
             return LazyArray.sliced(self, key)
         fewer = self
         if grid != self.grid:
             members: Sequence[LazyArray] = (
-                self.members.take(numbers)
+                self.members.take(places)
                 if isinstance(self.members, TensorArrays)
-                else tuple([self.members[number] for number in numbers])
+                else tuple([self.members[place] for place in places])
             )
             fewer = StackedArray(self.name, members, grid)
         return LazyArray.sliced(fewer, whole(grid) + inner)
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
         """Return the members that are needed; see `LazyArray.narrowed`."""
-        numbers, grid, inner = self._split(key)
+        places, grid, inner = self._split(key)
         if not grid:
-            return self.members[numbers[0]].narrowed(inner)
-        if not numbers:
+            return self.members[places[0]].narrowed(inner)
+        if not places:
             return self, key
-        members = tuple([self.members[number].bare() for number in numbers])
+        members = tuple([self.members[place].bare() for place in places])
         return StackedArray(self.name, members, grid), whole(grid) + inner
 
     def select(self, key: tuple[AxisKey, ...]) -> Any:
@@ -215,14 +223,14 @@ class StackedArray(LazyArray):
         shape = result_shape(self.shape, key)
         if 0 in shape:
             return self.empty(shape)
-        numbers, grid, inner = self._split(key)
-        if len(numbers) == 1:
-            selection = self.members[numbers[0]][inner]
+        places, grid, inner = self._split(key)
+        if len(places) == 1:
+            selection = self.members[places[0]][inner]
             return selection.reshape(shape) if grid else selection
         if not isinstance(self.empty((0,) * len(shape)), np.ndarray):
             import sparse
 
-            return sparse.stack([self.members[n][inner] for n in numbers]).reshape(shape)
+            return sparse.stack([self.members[n][inner] for n in places]).reshape(shape)
         stacked = np.empty(shape, self.dtype)
         self.select_into(key, stacked)
         return stacked
@@ -232,20 +240,18 @@ class StackedArray(LazyArray):
         if not out.flags.c_contiguous or not out.size:
             super().select_into(key, out)
             return
-        numbers, grid, inner = self._split(key)
+        places, grid, inner = self._split(key)
         # One after another, in the order of memory.
-        flat = out.reshape(len(numbers), *out.shape[len(grid) :])
-        for place, number in enumerate(numbers):
-            self.members[number].read_into(flat[place, ...], inner)
+        flat = out.reshape(len(places), *out.shape[len(grid) :])
+        for position, place in enumerate(places):
+            self.members[place].read_into(flat[position, ...], inner)
 
-    def _split(
-        self, key: tuple[AxisKey, ...]
-    ) -> tuple[list[int], tuple[int, ...], tuple[AxisKey, ...]]:
-        """Return the members that an index selects, the grid that they make, and their index."""
-        numbers, grid = [0], []
+    def _split(self, key: tuple[AxisKey, ...]) -> _MemberKey:
+        """Split an index into the selected members and the index into each of them."""
+        places, grid = [0], []
         for entry, count in zip(key, self.grid, strict=False):
             along = [entry] if isinstance(entry, int) else [*map(int, positions(entry, count))]
-            numbers = [number * count + place for number in numbers for place in along]
+            places = [place * count + index for place in places for index in along]
             if not isinstance(entry, int):
                 grid.append(len(along))
-        return numbers, tuple(grid), key[len(self.grid) :]
+        return _MemberKey(places, tuple(grid), key[len(self.grid) :])

@@ -70,7 +70,7 @@ _thread = threading.local()
 def gather(
     readers: Sequence[ElementStream],
     operation: type[Accumulator],
-    # From the number of a tensor and its accumulator to its result.
+    # From the position of a tensor among the readers and its accumulator to its result.
     finish: Callable[[int, Any], Any],
     progress: Progress | None = None,
     *,
@@ -79,7 +79,7 @@ def gather(
     cache: bool = False,
     # Whether to cache stretches of long tensors, so that an interrupted scan resumes in them.
     stretched: bool = False,
-    # From the numbers of uncached tensors to numbers and accumulators of those that need no pass.
+    # From the positions of uncached tensors to those that need no pass, with accumulators.
     shortcut: Callable[[list[int]], Iterable[tuple[int, Any]]] | None = None,
 ) -> list[Any]:
     """Scan tensors, and return a result for each, in order."""
@@ -89,13 +89,13 @@ def gather(
             outcome.plan_reads(stretched=stretched)
         if shortcut is not None:
             missing = [n for n, stretches in enumerate(outcome.uncached) if stretches]
-            for number, accumulator in shortcut(missing):
-                outcome.receive(number, 0, 0, accumulator)
-                outcome.uncached[number].clear()
+            for tensor, accumulator in shortcut(missing):
+                outcome.receive(tensor, 0, 0, accumulator)
+                outcome.uncached[tensor].clear()
         cuts = [
-            Cut(number, position, readers[number], arguments and arguments[number], *bounds)
-            for number, stretches in enumerate(outcome.uncached)
-            for position, bounds in enumerate(stretches)
+            Cut(tensor, stretch, readers[tensor], arguments and arguments[tensor], start, stop)
+            for tensor, stretches in enumerate(outcome.uncached)
+            for stretch, (start, stop) in enumerate(stretches)
         ]
         progress = progress or Progress(False, "")  # noqa: FBT003  it shows nothing
         progress.expect(sum(cut.nbytes for cut in cuts))
@@ -173,16 +173,20 @@ class MergeTree(Generic[Node]):
     def __init__(self, merged: Callable[[Node, Node], Node], empty: Node) -> None:
         self.merged = merged
         self.empty = empty
-        #: Nodes with their level and their number within the level.
+        #: Nodes, each after its level and its position within the level.
         self.nodes: list[tuple[int, int, Node]] = []
 
-    def add(self, level: int, number: int, node: Node) -> None:
+    def add(self, level: int, position: int, node: Node) -> None:
         """Add a node that follows the others, and merge it with its neighbours."""
         nodes = self.nodes
-        while number & 1 and nodes and nodes[-1][:2] == (level, number - 1):
-            node = self.merged(nodes.pop()[2], node)
-            level, number = level + 1, number >> 1
-        nodes.append((level, number, node))
+        while position & 1 and nodes:
+            level_before, position_before, node_before = nodes[-1]
+            if (level_before, position_before) != (level, position - 1):
+                break
+            nodes.pop()
+            node = self.merged(node_before, node)
+            level, position = level + 1, position >> 1
+        nodes.append((level, position, node))
 
     def total(self) -> Node:
         """Return the merged value of all elements, once all leaves were added."""
@@ -193,7 +197,7 @@ class MergeTree(Generic[Node]):
 
 
 def runs(first: int, count: int) -> Iterator[tuple[int, int]]:
-    """Cut a range of leaves into the largest nodes of the tree: their levels and numbers."""
+    """Cut a range of leaves into the largest nodes of the tree: their levels and positions."""
     while count:
         level = count.bit_length() - 1
         if first:
@@ -224,14 +228,14 @@ class _Outcome:
         #: Per tensor: the number of stretches that have not arrived, and the uncached stretches.
         self.missing: list[int] = []
         self.uncached: list[list[tuple[int, int]]] = []
-        #: Accumulators of incomplete tensors, by number; of incomplete stretches, by number and
+        #: Accumulators of incomplete tensors, by tensor; of incomplete stretches, by tensor and
         #: position among the uncached ones.
         self.wholes: dict[int, _Joined] = {}
         self.parts: dict[tuple[int, int], _Joined] = {}
 
     def plan_reads(self, *, stretched: bool) -> None:
         """Take cached accumulators, and list the stretches without one."""
-        for number, reader in enumerate(self.readers):
+        for tensor, reader in enumerate(self.readers):
             stretches = [(0, reader.size)]
             is_divisible = not (isinstance(reader, ChunkedStream) or reader.whole)
             if stretched and is_divisible and reader.size > _STRETCH:
@@ -240,31 +244,31 @@ class _Outcome:
             self.missing.append(len(stretches))
             self.uncached.append([])
             for bounds in stretches:
-                accumulator = self._cached(number, bounds)
+                accumulator = self._cached(tensor, bounds)
                 if accumulator is not None:
-                    self._add(number, bounds[0], accumulator)
+                    self._add(tensor, bounds[0], accumulator)
                     continue
-                self.parts[number, len(self.uncached[-1])] = _Joined(bounds[0])
+                self.parts[tensor, len(self.uncached[-1])] = _Joined(bounds[0])
                 self.uncached[-1].append(bounds)
 
-    def receive(self, number: int, position: int, start: int, part: Accumulator) -> None:
+    def receive(self, tensor: int, stretch: int, start: int, part: Accumulator) -> None:
         """Take the accumulator of a part of a stretch, which begins at an element."""
-        joined = self.parts.get((number, position))
+        joined = self.parts.get((tensor, stretch))
         if joined is None:
             return  # another empty chunk of an empty tensor
         joined.add(start, part)
-        bounds = self.uncached[number][position]
+        bounds = self.uncached[tensor][stretch]
         total = joined.total
         if total is None or joined.stop < bounds[1]:
             return
-        del self.parts[number, position]
-        records = self.records[number]
+        del self.parts[tensor, stretch]
+        records = self.records[tensor]
         if records is not None:
-            records.put(key_of(self.readers[number], bounds), total.pack())
-        self._add(number, bounds[0], total)
+            records.put(key_of(self.readers[tensor], bounds), total.pack())
+        self._add(tensor, bounds[0], total)
 
-    def _cached(self, number: int, bounds: tuple[int, int]) -> Accumulator | None:
-        records, reader = self.records[number], self.readers[number]
+    def _cached(self, tensor: int, bounds: tuple[int, int]) -> Accumulator | None:
+        records, reader = self.records[tensor], self.readers[tensor]
         value = None if records is None else records.get(key_of(reader, bounds))
         if value is None:
             return None
@@ -273,15 +277,15 @@ class _Outcome:
         except LookupError:  # a sketch without channels
             return None
 
-    def _add(self, number: int, start: int, part: Accumulator) -> None:
+    def _add(self, tensor: int, start: int, part: Accumulator) -> None:
         """Take the accumulator of a stretch."""
-        self.missing[number] -= 1
-        joined = self.wholes.pop(number, None) or _Joined(0)
+        self.missing[tensor] -= 1
+        joined = self.wholes.pop(tensor, None) or _Joined(0)
         joined.add(start, part)
-        if self.missing[number]:
-            self.wholes[number] = joined
+        if self.missing[tensor]:
+            self.wholes[tensor] = joined
         else:
-            self.results[number] = self.finish(number, joined.total)
+            self.results[tensor] = self.finish(tensor, joined.total)
 
 
 class _Joined:
@@ -318,7 +322,7 @@ def _scan(
 
     def deliver_all(task: list[Cut], results: list[Any]) -> None:
         for cut, result in zip(task, results, strict=True):
-            receive(cut.number, cut.position, cut.start, result)
+            receive(cut.tensor, cut.stretch, cut.start, result)
         report(sum(cut.nbytes for cut in task))
 
     if cluster_cuts:
@@ -371,9 +375,9 @@ def _run_on_threads(
 class Cut(NamedTuple):
     """Elements of a tensor that a task reads."""
 
-    #: Number of the tensor, and position of the stretch among its uncached ones.
-    number: int
-    position: int
+    #: Position of the tensor among the readers, and of the stretch among its uncached ones.
+    tensor: int
+    stretch: int
     reader: Any
     argument: Any
     start: int
@@ -391,7 +395,7 @@ def tasks_of(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterato
     # A cut of a large tensor has `piece` bytes, a task `target` bytes and at most `most` cuts.
     task: list[Cut] = []
     nbytes = 0
-    for cut in sorted(cuts, key=lambda cut: (cut.reader.place, cut.number, cut.position)):
+    for cut in sorted(cuts, key=lambda cut: (cut.reader.place, cut.tensor, cut.stretch)):
         reader, stop = cut.reader, cut.stop
         # Many small files share a task. The first tensors of a large file wait for its others.
         if nbytes > target // 8 and reader.place[0] != task[-1].reader.place[0]:
@@ -556,21 +560,22 @@ def _run_chunks(
         graph.update(array.__dask_graph__())
     token = f"xckpt-stats-{uuid4().hex}"
     places = {}
-    for number, (cut, array) in enumerate(zip(cuts, arrays, strict=True)):
+    for cut, array in zip(cuts, arrays, strict=True):
         reader = copy(cut.reader)
         reader.array = None  # the array holds the whole graph
         start = 0
-        for position, size in enumerate(array.chunks[0]):
-            key = (token, number, position)
+        for chunk, size in enumerate(array.chunks[0]):
+            key = (token, cut.tensor, chunk)
             work = _ChunkTask(operation, reader, cut.argument, start)
-            graph[key] = (work, (array.name, position))
+            graph[key] = (work, (array.name, chunk))
             places[key] = start, cut.reader.share(start, start + size)
             start += size
 
     def done(key: Any, result: Any, *_: Any) -> None:
         if key in places:
             start, nbytes = places[key]
-            receive(cuts[key[1]].number, 0, start, result)
+            _, tensor, _ = key
+            receive(tensor, 0, start, result)
             report(nbytes)
 
     if client is None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.converted import ByteStream
     from xckpt.arrays.parts import PartReader
-    from xckpt.index import Tensor
+    from xckpt.index import Part, Tensor
     from xckpt.storage.prefetch import Range
     from xckpt.writing.gathering import Computed
 
@@ -141,8 +141,8 @@ def stored_contents(
 ) -> Iterator[TensorContent]:
     """Yield the arrays to hash of a tensor of a file: one, or one for each part."""
     if tensor.stored is not None:
-        for stored in replacements(tensor, readers):
-            yield from stored_contents(*stored, verify=verify)
+        for replacement in replacements(tensor, readers):
+            yield from stored_contents(*replacement, verify=verify)
         return
     # Bytes that stand for booleans are compared as booleans.
     is_bool = tensor.layout == "dense" and ELEMENT_TYPES[tensor.dtype].decoded == "bool"
@@ -150,7 +150,7 @@ def stored_contents(
     sources: dict[str | None, Any] = {None: next(iter(readers.values())).source}
     sources |= {reader.part.shard: reader.source for reader in readers.values()}
     for role, lazy in lazy_arrays(tensor, sources, ReadOptions(decode, verify=verify)).items():
-        stored = tensor if role is None else tensor.parts[role]
+        stored: Tensor | Part = tensor if role is None else tensor.parts[role]
         name = tensor.name if role is None else f"{tensor.name}:{role}"
         kind, dtype = "elements", stored.dtype
         if role is None and tensor.layout in {"quantized", "blocks"}:

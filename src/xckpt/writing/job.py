@@ -115,6 +115,14 @@ class _FileToWrite(NamedTuple):
     parts: list[PlannedPart]
 
 
+class _Store(NamedTuple):
+    """A dask array, and where it is computed into."""
+
+    data: Converted
+    file: int  # position among the temporary files, of which the last one is the spool
+    offset: int
+
+
 class WriteJob:
     """A save that is planned, before a byte is written."""
 
@@ -139,15 +147,14 @@ class WriteJob:
         self._superseded, self._beside = superseded, beside
         #: Names of the tensors that are written.
         self.tensors = tuple(payloads)
-        # Dask arrays, which of the files they are computed into, and where in it.
-        self._stores: list[tuple[Converted, int, int]] = []
+        self._stores: list[_Store] = []
         self._spooled = 0
         # Companions first, so that a file refers to nothing that is not there.
         plans: list[tuple[str | None, Plan]] = [*plan.companions.items(), (None, plan)]
         self._files = []
-        for number, (name, file_plan) in enumerate(plans):
+        for file, (name, file_plan) in enumerate(plans):
             parts = [
-                self._with_data(planned, payloads[planned.tensor], cast, number, len(plans))
+                self._with_data(planned, payloads[planned.tensor], cast, file, spool=len(plans))
                 for planned in file_plan.parts
             ]
             parts += [
@@ -160,7 +167,7 @@ class WriteJob:
             # Parts without an offset keep their order, after the others.
             parts.sort(key=lambda planned: inf if planned.offset is None else planned.offset)
             self._files.append(_FileToWrite(name, file_plan, parts))
-        self._stored_types = [(data.name, data.dtype) for data, _, _ in self._stores]
+        self._stored_types = [(store.data.name, store.data.dtype) for store in self._stores]
         self._counters = {name for name, payload in payloads.items() if payload.rounds}
         # The ranges that are written to by memory maps.
         self._reserved = [
@@ -174,10 +181,10 @@ class WriteJob:
         return self.__dict__ | {"_stores": []}
 
     def _with_data(
-        self, planned: PlannedPart, payload: Payload, cast: Cast, file: int, spool_number: int
+        self, planned: PlannedPart, payload: Payload, cast: Cast, file: int, *, spool: int
     ) -> PlannedPart:
         """Add the source of its bytes to a planned part; dask arrays are computed before."""
-        # `file` and `spool_number` are positions among the temporary files; see `_begin`.
+        # `file` and `spool` are positions among the temporary files; see `_begin`.
         cast = "allow" if payload.rounds else cast
         data = payload.part_bytes(planned.role, planned.part, cast)
         if not isinstance(data, Converted) or not data.is_dask:
@@ -185,10 +192,10 @@ class WriteJob:
         if data.size == 0:
             return planned._replace(data=_literal(b""))
         if planned.offset is not None and planned.part.compression is None and not data.is_packed:
-            self._stores.append((data, file, planned.offset))
+            self._stores.append(_Store(data, file, planned.offset))
             return planned
         spooled = SpooledBytes(self._spooled, data)
-        self._stores.append((data, spool_number, self._spooled))
+        self._stores.append(_Store(data, spool, self._spooled))
         self._spooled += spooled.spooled_nbytes
         return planned._replace(data=spooled)
 
@@ -220,7 +227,7 @@ class WriteJob:
 
         sinks = dask.delayed(self._begin_or_abort, pure=False)()
         count = len(self._files) + (self._spooled > 0)
-        places = [dask.delayed(_place_of, pure=True)(sinks, number) for number in range(count)]
+        places = [dask.delayed(_place_of, pure=True)(sinks, file) for file in range(count)]
         return dask.delayed(self._end, pure=False)(sinks, self._store(places))
 
     def _store(self, places: Sequence[Any], observer: str = "") -> list[Any]:
@@ -242,8 +249,8 @@ class WriteJob:
         *companions, main = self._files
         # The main file comes first: its lock covers the companions, which are opened beside it.
         sinks.append(self.target.open(main.name))
-        for number, file in enumerate(companions):
-            sinks.insert(number, self.target.open(file.name, beside=sinks[-1:]))
+        for position, file in enumerate(companions):
+            sinks.insert(position, self.target.open(file.name, beside=sinks[-1:]))
         for file, sink in zip(self._files, sinks, strict=True):
             nbytes = file.plan.nbytes
             if nbytes is None:
@@ -257,8 +264,8 @@ class WriteJob:
         if self._spooled:
             sinks.append(sinks[-1].another())
             sinks[-1].resize(self._spooled)
-        for number, offset, nbytes in self._reserved:
-            sinks[number].reserve(offset, nbytes)
+        for position, offset, nbytes in self._reserved:
+            sinks[position].reserve(offset, nbytes)
 
     def _end(self, sinks: list[Sink], lost: Sequence[int]) -> None:
         """Finish the files; the last task of `delayed`, which waits for those of `_store`."""
@@ -333,8 +340,8 @@ def _abort(sinks: Iterable[Sink]) -> None:
             sink.abort()
 
 
-def _place_of(sinks: list[Sink], number: int) -> Place:
-    return sinks[number].place
+def _place_of(sinks: list[Sink], file: int) -> Place:
+    return sinks[file].place
 
 
 def _put_literals(literals: Iterable[LiteralBytes], sink: Sink, end: int) -> int:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
+    from xckpt.writing.payloads import Payload
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any]
 
@@ -283,16 +284,8 @@ def convert(
             fitting.changes.lost = {t.name: t.problem for t in selected if t.problem is not None}
             selected = [tensor for tensor in selected if tensor.problem is None]
             fitting.require_readable(len(selected), source.name)
-            payloads = [
-                stored_payload(
-                    tensor,
-                    part_readers(tensor, sources, verify=verify),
-                    partial(_dense_array, tensor, sources, verify),
-                )
-                for tensor in selected
-            ]
             gathered = Gathered(
-                payloads,
+                [_payload(tensor, sources, verify) for tensor in selected],
                 edited_attrs(read_later(index.attrs, sources), set_attrs, unset_attrs),
                 index.arrangement.renamed(renamed),
                 index.attr_types,
@@ -308,23 +301,31 @@ def convert(
                 before=lambda: old,
             )
         nbytes = job.run(progress)
-    recasts = tuple(
-        Recast(*types, count, exact=cast != "allow" or holds(*reversed(types)))
-        for types, count in fitting.changes.recast.items()
+    return Conversion(
+        path=job.target.path,
+        format=fitting.writer.name,
+        tensors=len(job.tensors),
+        nbytes=nbytes,
+        # The sizes of whole files compare; a selection has no size in the old file.
+        source_nbytes=index.nbytes if len(selected) == len(index.tensors) else None,
+        recasts=tuple(
+            Recast(before, after, count, exact=cast != "allow" or holds(after, before))
+            for (before, after), count in fitting.changes.recast.items()
+        ),
     )
-    # The sizes of whole files compare; a selection has no size in the old file.
-    source_nbytes = index.nbytes if len(selected) == len(index.tensors) else None
-    count = len(job.tensors)
-    return Conversion(job.target.path, fitting.writer.name, count, nbytes, source_nbytes, recasts)
 
 
-def _dense_array(
+def _payload(
     tensor: Tensor,
     sources: Mapping[str | None, Source],
-    verify: bool | None,  # noqa: FBT001  bound by `partial`
-) -> Any:
-    """Return a dense dask array of the values of a tensor."""
-    return lazy_dask_array(lazy_arrays(tensor, sources, ReadOptions(verify=verify))[None])
+    verify: bool | None,  # noqa: FBT001  as an option of `convert`
+) -> Payload:
+    """Return a tensor to be written with its stored bytes, or as a dense dask array of values."""
+
+    def values() -> Any:
+        return lazy_dask_array(lazy_arrays(tensor, sources, ReadOptions(verify=verify))[None])
+
+    return stored_payload(tensor, part_readers(tensor, sources, verify=verify), values)
 
 
 def _select_tensors(
