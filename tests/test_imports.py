@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from itertools import permutations
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,8 +15,6 @@ import xckpt
 from xckpt.accessor import CheckpointAccessor
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.fresh import FreshProcesses
 
 SHAPES = {"embed": (4, 3), "h.0.w": (3, 3), "h.1.w": (3, 3)}
@@ -156,6 +155,16 @@ def test_modules_import_in_every_order(folder: Path, fresh: FreshProcesses) -> N
         before += "assert xarray.Dataset().ckpt and xarray.DataTree().ckpt\n"
         before += "ds = xckpt.open('m.npz')"
         pieces[before] = "\n".join([before, *(CODE.format(code=code) for code in checks)])
+    assert fresh.run(pieces, folder) == {}
+
+
+def test_a_module_that_imports_xarray_may_be_the_first(folder: Path, fresh: FreshProcesses) -> None:
+    """The accessor is loaded with xarray, while the module that imports xarray is incomplete."""
+    root = Path(xckpt.__file__).parent
+    paths = [path for room in ("accessor", "upstream") for path in root.glob(f"{room}/*.py")]
+    names = [".".join(path.relative_to(root.parent).with_suffix("").parts) for path in paths]
+    assert "xckpt.upstream.xarray_variables" in names
+    pieces = {name: f"import {name}, xarray; xarray.Dataset().ckpt" for name in names}
     assert fresh.run(pieces, folder) == {}
 
 

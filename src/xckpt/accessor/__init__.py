@@ -21,7 +21,7 @@ from xckpt import formats
 from xckpt.identity import stable_id
 from xckpt.imports import LazyModule
 from xckpt.options import Forwarded, Selecting
-from xckpt.upstream.xarray_variables import data_of
+from xckpt.upstream import xarray_variables  # which may be loading xarray now
 
 if TYPE_CHECKING:
     import os
@@ -461,7 +461,7 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.datasets.tensors import OpenTensors
 
         variables = OpenTensors(self._obj).variables.values()
-        return [data_of(variable) for variable in variables]
+        return [xarray_variables.data_of(variable) for variable in variables]
 
     def _result(self) -> list[Block] | None:
         """Return the view of a result of statistics or of a footprint, None for tensors."""
@@ -520,7 +520,10 @@ class CheckpointAccessor(Generic[Obj]):
 
         # Some operations drop the encoding; the graphs of arrays still begin with the file.
         variables = (v for node in self._nodes() for v in node.variables.values())
-        return any(lazies_in(data_of(variable)) for variable in islice(variables, _MOST_TRIED))
+        return any(
+            lazies_in(xarray_variables.data_of(variable))
+            for variable in islice(variables, _MOST_TRIED)
+        )
 
     @property
     def _is_result(self) -> bool:
