@@ -127,8 +127,10 @@ def origin_of(gathered: Gathered) -> Origin | None:
         is_single = len(files) == 1 and part_of(files[0].name) is None
         place = files[0] if is_single else folder
         with suppress(OSError, ValueError, CheckpointError):
-            stored, decoded = _tensors(place, whole=False), _tensors(place, whole=True)
+            decoded = _tensors(place)
             codes = {t.name: [part.name for part in (t.stored or {}).values()] for t in decoded}
+            parts = [part for t in decoded for part in (t.stored or {t.name: t}).values()]
+            stored = {part.name: part for part in parts}.values()
             file_names = [path.name for path in files]
             described = _described(stored), _described(decoded)
             origins.append(Origin(folder, file_names, *described, codes))
@@ -138,8 +140,8 @@ def origin_of(gathered: Gathered) -> Origin | None:
     return origins[0] if origins else None
 
 
-def _tensors(path: Path, *, whole: bool) -> list[Tensor]:
-    source, index = open_index(str(path), whole=whole, silent=True, missing="ignore")
+def _tensors(path: Path) -> list[Tensor]:
+    source, index = open_index(str(path), silent=True, missing="ignore")
     source.close()
     return list(index.tensors.values())
 
