@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from struct import Struct
 
     from xckpt.formats import Readable
-    from xckpt.formats.pickles.executing import CodeUses
     from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Shard, Tensor
 
@@ -490,10 +489,10 @@ class Notes:
         self.imports: list[str] = []
         self._notes: dict[str, tuple[int, str]] = {}
 
-    def add_code(self, uses: CodeUses) -> None:
-        """Add the code that a pickle runs and imports elsewhere."""
-        self.executes += uses.executes
-        self.imports += uses.imports
+    def add_code(self, executes: Iterable[str], imports: Iterable[str]) -> None:
+        """Add the code that a file runs and imports elsewhere."""
+        self.executes += executes
+        self.imports += imports
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -66,5 +66,5 @@ def _scan_pickles(data: bytes, at: int, notes: kit.Notes) -> None:
             if at == first and data.startswith(_PICKLES, at):
                 raise
             return
-        notes.add_code(machine.uses)
+        notes.add_code(machine.uses.executes, machine.uses.imports)
         at = machine.at

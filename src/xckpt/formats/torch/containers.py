@@ -171,7 +171,7 @@ def _read_pickle(content: archive.Content, member: archive.Member, notes: kit.No
         if member.method != archive.STORED:
             error.offset = content.at
         raise
-    notes.add_code(machine.uses)
+    notes.add_code(machine.uses.executes, machine.uses.imports)
     if machine.at < len(data):
         notes.add(f"{len(data) - machine.at} bytes after the pickle are ignored", label)
         scan(lambda _: data[machine.at :], len(data) - machine.at, label, notes)
@@ -305,5 +305,5 @@ class _Chain:
                 step *= 4
             else:
                 self.at, self.persistent = machine.at, machine.persistent
-                self._notes.add_code(machine.uses)
+                self._notes.add_code(machine.uses.executes, machine.uses.imports)
                 return value, start

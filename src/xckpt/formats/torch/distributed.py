@@ -100,7 +100,7 @@ def read(format: str, source: Readable, notes: kit.Notes) -> Index:
         raise UnsupportedError(reason, offset=0, rule="Metadata")
     machine = Machine(bytes(source.read(0, source.size)))
     root = machine.run()
-    notes.add_code(machine.uses)
+    notes.add_code(machine.uses.executes, machine.uses.imports)
     with kit.locating(offset=0):
         reader = _MetadataReader(source, notes, _fields(root, "metadata.Metadata"))
         reader.read_all()
