@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,7 +24,7 @@ from xckpt.errors import CheckpointError
 from xckpt.storage.requests import IN_FLIGHT, REQUEST_NBYTES, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     from xckpt.storage.source import Source
@@ -48,12 +48,13 @@ _PAGE_NBYTES = 4096
 class _Span:
     """Bytes of one request."""
 
-    __slots__ = ("future", "is_released", "position", "source", "start", "stop", "unread")
+    __slots__ = ("future", "is_released", "order", "source", "start", "stop", "unread")
 
-    def __init__(self, source: Source, start: int, stop: int, unread: int) -> None:
+    def __init__(self, source: Source, start: int, stop: int, parts: Sequence[_Announced]) -> None:
         self.source, self.start, self.stop = source, start, stop
-        self.unread = unread  # announced bytes in it, each as often as it is announced
-        self.position = 0  # bytes of all spans before this one
+        self.order = min(part.order for part in parts)
+        # Announced bytes in it, each as often as it is announced.
+        self.unread = sum((min(stop, p.stop) - max(start, p.start)) * p.times for p in parts)
         self.future: Future[memoryview] | None = None
         self.is_released = False
 
@@ -145,8 +146,6 @@ class _Prefetcher:
         self.is_failed = False
         self._spans = spans
         self._next = 0
-        self._requested: deque[_Span] = deque()  # in this order
-        self._reached = 0  # position of the last span that was read
         self._of_file: dict[Source, tuple[list[int], list[_Span]]] = {}
         by_file: dict[Source, list[_Span]] = defaultdict(list)
         for span in spans:
@@ -206,7 +205,6 @@ class _Prefetcher:
             return None
         with _shared.lock:
             span.unread -= stop - start
-            self._reached = max(self._reached, span.position)
             if span.unread <= 0:
                 _release(span)
                 _advance_all()
@@ -229,32 +227,17 @@ class _Prefetcher:
         """Request the next spans, as far as there is room; the lock is held."""
         while self._next < len(self._spans):
             span = self._spans[self._next]
-            is_new = span.future is None and not span.is_released
-            # Spans that readers have left far behind are requested if they are read after all.
-            if is_new and span.position >= self._reached - self._most:
-                if self._is_full(span):
-                    self._forget()
-                if self._is_full(span):
+            if span.future is None and not span.is_released:
+                nbytes = span.stop - span.start
+                if _shared.held > 0 and _shared.held + nbytes > self._most:
                     return
                 self._request(span)
             self._next += 1
-
-    def _is_full(self, span: _Span) -> bool:
-        return _shared.held > 0 and _shared.held + span.stop - span.start > self._most
-
-    def _forget(self) -> None:
-        """Release spans far behind the readers."""
-        while self._requested and (
-            self._requested[0].is_released
-            or self._requested[0].position < self._reached - self._most
-        ):
-            _release(self._requested.popleft())
 
     def _request(self, span: _Span, *, is_urgent: bool = False) -> Future[memoryview]:
         nbytes = span.stop - span.start
         span.future = span.source.request(span.start, nbytes, is_urgent=is_urgent)
         _shared.held += nbytes
-        self._requested.append(span)
         return span.future
 
 
@@ -287,10 +270,10 @@ def _release(span: _Span) -> None:
 
 def _by_distance(
     ranges: Iterable[Range],
-) -> tuple[Counter[tuple[Source, int, int]], list[tuple[Source, int, int]]]:
+) -> tuple[Counter[Range], list[tuple[Source, int, int]]]:
     """Return ranges of far files with how often each is announced, and pieces of local files."""
     files: dict[int, tuple[Source, bool] | None] = {}
-    far: Counter[tuple[Source, int, int]] = Counter()
+    far: Counter[Range] = Counter()
     near: list[tuple[Source, int, int]] = []  # file, start and stop
     for source, offset, nbytes in ranges:
         if id(source) not in files:
@@ -322,48 +305,32 @@ class _Announced(NamedTuple):
     order: int  # its place among the announced ranges
 
 
-def _plan(ranges: Counter[tuple[Source, int, int]]) -> list[_Span]:
+def _plan(ranges: Counter[Range]) -> list[_Span]:
     """Cut ranges into requests, ordered by the range in them that is announced first."""
     # Ranges are merged that are announced in the same window and near each other in the file, with
     # nothing between them that is announced in another window.
+    windows: dict[tuple[int, Source], list[_Announced]] = defaultdict(list)
     starts: dict[Source, list[int]] = defaultdict(list)
-    for source, offset, _ in ranges:
+    total = 0
+    for order, ((source, offset, nbytes), times) in enumerate(ranges.items()):
+        window = total // (_WINDOW * REQUEST_NBYTES)
+        windows[window, source].append(_Announced(offset, offset + nbytes, times, order))
         starts[source].append(offset)
+        total += nbytes
     for offsets in starts.values():
         offsets.sort()
     spans: list[_Span] = []
     position = 0
-    for window in _windows(ranges):
-        ordered: list[tuple[int, _Span]] = []
-        for source, announced in window.items():
-            for run, stop in _runs(sorted(announced), starts[source]):
-                ordered += _cut(source, run, stop, position)
-                position += stop - run[0].start
-        spans += [span for _, span in sorted(ordered, key=lambda pair: pair[0])]
-    position = 0
-    for span in spans:
-        span.position = position
-        position += span.stop - span.start
-    return spans
+    for (_, source), announced in windows.items():
+        for run in _runs(sorted(announced), starts[source]):
+            for span in _cut(source, run, position):
+                spans.append(span)
+                position += span.stop - span.start
+    return sorted(spans, key=lambda span: span.order)
 
 
-def _windows(
-    ranges: Counter[tuple[Source, int, int]],
-) -> Iterator[dict[Source, list[_Announced]]]:
-    """Group ranges that follow each other, by file."""
-    window: dict[Source, list[_Announced]] = defaultdict(list)
-    total = 0
-    for order, ((source, offset, nbytes), count) in enumerate(ranges.items()):
-        window[source].append(_Announced(offset, offset + nbytes, count, order))
-        total += nbytes
-        if total >= _WINDOW * REQUEST_NBYTES:
-            yield window
-            window, total = defaultdict(list), 0
-    yield window
-
-
-def _runs(announced: list[_Announced], starts: list[int]) -> Iterator[tuple[list[_Announced], int]]:
-    """Merge ranges near each other, and return where they end; each has one long range at most."""
+def _runs(announced: list[_Announced], starts: list[int]) -> Iterator[list[_Announced]]:
+    """Group ranges near each other; each group has one long range at most."""
     run: list[_Announced] = []
     stop = nbytes = 0
     has_long = False
@@ -373,32 +340,25 @@ def _runs(announced: list[_Announced], starts: list[int]) -> Iterator[tuple[list
         is_far = part.start - stop > min(_GAP, nbytes)
         is_far = is_far or bisect_left(starts, stop) < bisect_left(starts, part.start)
         if run and (is_far or (is_long and has_long and part.start >= stop)):
-            yield run, stop
+            yield run
             run, stop, nbytes, has_long = [], 0, 0, False
         run.append(part)
         stop, nbytes = max(stop, part.stop), nbytes + part.stop - part.start
         has_long |= is_long
-    if run:
-        yield run, stop
+    yield run
 
 
-def _cut(
-    source: Source, run: list[_Announced], stop: int, position: int
-) -> Iterator[tuple[int, _Span]]:
-    """Cut a run into requests of similar size; return each with its place in the order."""
-    start = run[0].start
+def _cut(source: Source, run: list[_Announced], position: int) -> Iterator[_Span]:
+    """Cut a run into requests of similar size."""
+    start, stop = run[0].start, max(part.stop for part in run)
     while start < stop:
         # The first requests of all are smaller: requests that share the line and are equally long
         # end at the same time, and the line is idle until the next ones are answered.
         most = min(REQUEST_NBYTES, REQUEST_NBYTES // 2 + position // IN_FLIGHT)
         end = start + (stop - start) // max(1, round((stop - start) / most))
-        parts = [
-            (part.order, (min(end, part.stop) - max(start, part.start)) * part.times)
-            for part in run
-            if part.start < end and start < part.stop
-        ]
+        parts = [part for part in run if part.start < end and start < part.stop]
         if parts:
-            yield min(parts)[0], _Span(source, start, end, sum(nbytes for _, nbytes in parts))
+            yield _Span(source, start, end, parts)
         position += end - start
         start = end
 
