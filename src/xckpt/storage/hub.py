@@ -27,17 +27,10 @@ from xckpt.errors import shown
 from xckpt.storage.cache import reading_header
 from xckpt.storage.limits import Pool
 from xckpt.storage.objects import REDIRECTS, SAFE_SCHEMES, Destination, ObjectSource
-from xckpt.storage.remote import changed
-from xckpt.storage.requests import (
-    OWN_OPTIONS,
-    TransientError,
-    called_within,
-    logger,
-    retried,
-    split_options,
-)
+from xckpt.storage.remote import RemoteSource, changed
+from xckpt.storage.requests import TransientError, called_within, logger, retried
 from xckpt.storage.source import components
-from xckpt.storage.stores import address_of, flattened, lacking, open_store, without_secrets
+from xckpt.storage.stores import address_of, lacking, open_store, split_nested, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -170,7 +163,7 @@ class _Hub:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         self._url = url
-        options, self._limits = split_options(flattened(storage_options), allow_top_level=True)
+        options, self._limits = split_nested(storage_options)
         self._token = options.get("token")
         try:
             import huggingface_hub
@@ -426,11 +419,7 @@ class HubSource(ObjectSource):
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         hub = _Hub(url, storage_options)
         place = hub.resolved(HubPath.parse(url))
-        self.name = place.url
-        self.storage_options, self.limits = split_options(
-            flattened(storage_options), allow_top_level=True
-        )
-        self._first = b""
+        RemoteSource.__init__(self, place.url, *split_nested(storage_options))
         self.size, digest = hub.entry(place)
         self.identity = (self.size, ("sha", digest))
 
@@ -441,9 +430,8 @@ class HubSource(ObjectSource):
 
     def sibling(self, name: str) -> Source:
         """Open another file next to this one, of the same commit; see `Source.sibling`."""
-        options = {**self.storage_options, OWN_OPTIONS: self.limits._asdict()}
         folder = HubPath.parse(self.name).parent.url
-        return HubSource("/".join([folder, *components(name)]), options)
+        return HubSource("/".join([folder, *components(name)]), self.options)
 
     def compare(self, headers: Mapping[str, str], step: tuple[str, int]) -> None:
         """Compare the version in an answer of the Hub with the one in its listing.
@@ -492,7 +480,7 @@ class HubSource(ObjectSource):
         return answer.body
 
     def _hub(self) -> _Hub:
-        return _Hub(self.name, {**self.storage_options, OWN_OPTIONS: self.limits._asdict()})
+        return _Hub(self.name, self.options)
 
     def _locate(self) -> Destination:
         """Request the address of the file's data from the Hub."""

@@ -42,12 +42,12 @@ from xckpt.storage.requests import (
 )
 from xckpt.storage.stores import (
     address_of,
-    flattened,
     headers_of,
     lacking,
     open_store,
     options_key,
     regions,
+    split_nested,
     ssl_context,
     store_kind,
     without_secrets,
@@ -204,11 +204,7 @@ class ObjectSource(RemoteSource):
     __slots__ = ()
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self.name = hiding(url)
-        self.storage_options, self.limits = split_options(
-            flattened(storage_options), allow_top_level=True
-        )
-        self._first = b""
+        super().__init__(url, *split_nested(storage_options))
         if url.endswith("/") and store_kind(url) != "http":
             raise _folder(self.name)
         try:
@@ -425,7 +421,7 @@ class Bucket:
         if store_kind(url) == "http":
             hint = "Save it to a local file, and upload that"
             raise UnsupportedError("cannot write to a web server", path=url, hint=hint)
-        options, limits = split_options(flattened(storage_options), allow_top_level=True)
+        options, limits = split_nested(storage_options)
         self._url = hiding(url)
         self._store = self._run(open_store, real(url), options, limits, retries=limits.retries)[0]
 

@@ -73,6 +73,15 @@ class RemoteSource(Source):
     limits: Limits
     _first: memoryview | bytes  # the beginning of the file, until its header is read
 
+    def __init__(self, url: str, storage_options: dict[str, Any], limits: Limits) -> None:
+        self.name, self.storage_options, self.limits = hiding(url), storage_options, limits
+        self._first = b""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options to open another file with."""
+        return {**self.storage_options, OWN_OPTIONS: self.limits._asdict()}
+
     @property
     def url(self) -> str:
         """The URL for requests, with its secrets."""
@@ -164,8 +173,8 @@ class RemoteSource(Source):
 
     def sibling(self, name: str) -> Source:
         """Open another file next to this one; see `Source.sibling`."""
-        options = {**self.storage_options, OWN_OPTIONS: self.limits._asdict()}
-        return type(self)(hiding(sibling_url(self.url, components(name))), options)  # type: ignore[call-arg]
+        url = hiding(sibling_url(self.url, components(name)))
+        return type(self)(url, self.options)  # type: ignore[call-arg]
 
     def _last_check(self) -> SimpleNamespace:
         never = partial(SimpleNamespace, time=float("-inf"))
@@ -261,9 +270,7 @@ class FsspecSource(RemoteSource):
     __slots__ = ()
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self.name = hiding(url)
-        self.storage_options, self.limits = split_options(storage_options)
-        self._first = b""
+        super().__init__(url, *split_options(storage_options))
         self._file_system()  # an unknown protocol or a missing package is not a failed request
         self.size, self.identity = retried(self.name, self._state, self.limits)
         if self.identity == (self.size,) and not url.startswith(_COPYING):

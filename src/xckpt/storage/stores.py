@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 from xckpt.addresses import hiding
 from xckpt.errors import UnsupportedError
 from xckpt.storage.limits import Pool
-from xckpt.storage.requests import Limits
+from xckpt.storage.requests import Limits, split_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,22 +62,23 @@ def store_kind(url: str) -> str | None:
     return _KINDS.get(scheme.lower()) if separator and not is_chained else None
 
 
-def flattened(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Put nested options of s3fs, aiohttp and obstore next to the others."""
-    flat = dict(options or {})
+def split_nested(storage_options: Mapping[str, Any] | None) -> tuple[dict[str, Any], Limits]:
+    """Separate limits from options, and put nested ones of other libraries next to the others."""
+    flat = dict(storage_options or {})
     for nest in ("client_kwargs", "config_kwargs", "client_options", "retry_config"):
         for key, value in (flat.pop(nest, None) or {}).items():
             flat[key] = {**value, **flat.get(key, {})} if key == "headers" else value
     retries = flat.pop("max_retries", None) or flat.pop("retries", None)
     if isinstance(retries, dict):  # of botocore
         retries = retries.get("max_attempts")
-    return flat if retries is None else {**flat, "retries": retries}
+    flat |= {} if retries is None else {"retries": retries}
+    return split_options(flat, allow_top_level=True)
 
 
 def open_store(
     url: str, options: Mapping[str, Any], limits: Limits, *, retries: int = 0
 ) -> tuple[Any, str]:
-    """Return the store of an object and its path in it; `options` must be `flattened`."""
+    """Return the store of an object and its path in it; `options` are those of `split_nested`."""
     kind = store_kind(url) or "http"
     if kind == "http":
         options = {**_user_in(url), **options}
