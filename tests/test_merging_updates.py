@@ -324,3 +324,27 @@ class TestOperandsOfUpdates:
         in_order = scaled.assign({name: scaled[name].transpose(*base[name].dims)})
         in_order.ckpt.save("scaled.safetensors", overwrite=True)
         base.drop_vars(name).assign({name: base[name].T}).ckpt.save("turned.safetensors")
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            (lambda a: 0.5 * a, r"updates of an adapter are multiplied by 0\.25,.*'model\.layers"),
+            (lambda a: -a, "multiplied by 1,"),
+            (lambda a: a.map(lambda factor: factor / 2), "multiplied by 0.25,"),
+            (lambda a: a + xckpt.open("other"), "several adapters.*not the sum of their updates"),
+            (lambda a: a - xckpt.open("other"), "several adapters.*not the sum of their updates"),
+        ],
+        ids=["half", "negative", "map", "sum", "difference"],
+    )
+    def test_scaled_factors_are_no_scaled_update(self, change: Any, text: str) -> None:
+        shutil.copytree("adapter", "other")
+        with pytest.warns(CheckpointWarning, match=text):
+            change(xckpt.open("adapter")).ckpt.save("out.safetensors")
+
+    def test_means_and_one_scaled_factor_are_adapters(self) -> None:
+        shutil.copytree("adapter", "other")
+        a, b = xckpt.open("adapter"), xckpt.open("other")
+        for number, result in enumerate(((a + b) / 2, 0.3 * a + 0.7 * b, a + 0.5 * (b - a))):
+            result.ckpt.save(f"{number}.safetensors")
+        left = {name: 0.5 * a[name] for name in a if "lora_B" in str(name)}
+        a.drop_vars(list(left)).assign(left).ckpt.save("half.safetensors")

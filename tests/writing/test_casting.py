@@ -251,6 +251,29 @@ class TestTypesOfResults:
         assert int(xckpt.open("out.safetensors")[self.COUNTER]) == 100
         assert xckpt.open("out.safetensors")[self.IDS].values.tolist() == [[0, 1, 2, 3, 4]]
 
+    @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "u2", "?"])
+    def test_means_of_small_integers_do_not_wrap_around(self, dtype: str) -> None:
+        largest = 1 if dtype == "?" else np.iinfo(dtype).max
+        ids = np.array([[0, largest, largest - 1]]).astype(dtype)
+        for name, shift in (("a", 0), ("b", 1)):
+            save({self.IDS: np.roll(ids, shift), "m.mask": ids}, f"{name}.safetensors")
+        a, b = xckpt.open("a.safetensors"), xckpt.open("b.safetensors")
+        same = a.drop_vars(self.IDS)
+        for ds in (
+            (same + b) / 2,
+            0.5 * same + 0.5 * b,
+            xr.concat([same, b[["m.mask"]]], "model").mean("model"),
+        ):
+            ds.ckpt.save("out.safetensors", overwrite=True)
+            out = xckpt.open("out.safetensors")
+            assert out["m.mask"].dtype == ids.dtype
+            assert out["m.mask"].values.tolist() == ids.tolist()
+        text = rf"rounded to {ids.dtype.name}"
+        with pytest.warns(CheckpointWarning, match=text):
+            ((a + b) / 2).ckpt.save("out.safetensors", overwrite=True)
+        mean = (a[self.IDS].values.astype("f8") + b[self.IDS].values) / 2
+        assert xckpt.open("out.safetensors")[self.IDS].values.tolist() == np.rint(mean).tolist()
+
     @pytest.mark.filterwarnings("ignore:.*scales is missing")
     def test_codes_become_floats(self) -> None:
         save({"fc.qweight": np.arange(4, dtype="i4")}, "codes.safetensors")

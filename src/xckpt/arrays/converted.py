@@ -439,8 +439,8 @@ def _limit(wide: np.dtype[Any], narrow: np.dtype[Any]) -> float | None:
     before, after = ELEMENT_TYPES.get(wide.name), ELEMENT_TYPES.get(narrow.name)
     if before is None or after is None or "complex" in {before.kind, after.kind}:
         return None
-    if after.range is not None:
-        return None if before.float_format is None else float(after.range[1])
+    if after.range is not None or after.kind == "bool":
+        return None if before.float_format is None else float((after.range or (0, 1))[1])
     if after.float_format is None:
         return None
     largest = before.float_format.largest if before.float_format else max(before.range or (0,))
@@ -464,7 +464,7 @@ def _converted(values: Array, stored: np.dtype[Any]) -> Array:
         return converted
     if values.dtype.kind == "c":
         return _converted(values.real, stored)
-    if stored.kind in "iu" and values.dtype.kind not in "iub":
+    if stored.kind in "iub" and values.dtype.kind not in "iub":
         values = np.rint(values)
     with np.errstate(all="ignore"):  # ml_dtypes warns of NaN
         converted = values.astype(stored)

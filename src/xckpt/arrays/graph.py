@@ -43,7 +43,7 @@ from xckpt.upstream.dask_arrays import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
     import dask.array as da
@@ -78,6 +78,21 @@ def lazies_in(array: Any) -> dict[str, LazyArray]:
         return {array.name: lazy}
     layers = array.dask.layers if is_dask_array(array) else {}
     return {n: layer.lazy for n, layer in layers.items() if isinstance(layer, TensorLayer)}
+
+
+def with_blocks(array: da.Array, change: Callable[[Any], Any]) -> da.Array:
+    """Return the array that is computed from changed blocks of the lazy arrays."""
+    layers, dependencies = dict(array.dask.layers), dict(array.dask.dependencies)
+    for name, layer in array.dask.layers.items():
+        if isinstance(layer, TensorLayer):
+            read = f"{name}-unchanged"
+            layers[read] = TensorLayer(layer.lazy, read, layer.chunks)
+            positions = [key[1:] for key in layer.get_output_keys()]
+            tasks = {(name, *position): (change, (read, *position)) for position in positions}
+            layers[name] = MaterializedLayer(tasks)
+            dependencies |= {read: set(), name: {read}}
+    graph = HighLevelGraph(layers, dependencies)
+    return _dask_array()(graph, array.name, array.chunks, meta=array._meta)  # noqa: SLF001
 
 
 def is_stored(array: Any) -> bool:

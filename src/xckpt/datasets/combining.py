@@ -6,15 +6,20 @@ that are written in the type of the model.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
 
+from xckpt.arrays.graph import lazies_in, lazy_of, with_blocks
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
-from xckpt.datasets.adapters import Adapter, match_bases
+from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, rebuild
@@ -28,10 +33,20 @@ if TYPE_CHECKING:
 
     from xckpt.structure.counterparts import Counterpart
 
-__all__ = ["merge"]
+__all__ = ["factor_changes", "merge", "unrounded"]
 
+_SCALED = (
+    "updates of an adapter are multiplied by {:g}, as arithmetic applies to each of their factors "
+    "(base.ckpt.merge(adapter, scale=...) scales an update)"
+)
+_ADDED = (
+    "factors of several adapters are added, whose products are not the sum of their updates "
+    "(base.ckpt.merge(adapter, scale=...), called for each, adds them)"
+)
 # Problems in a message.
 _MOST_PROBLEMS = 3
+_MOST_TRIED = 8
+_ROUNDING = 1e-2  # of sums of ones in half precision
 #: A Dataset or a tree; functions return the type of their argument.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
@@ -184,6 +199,36 @@ class _Change:
         axes = tuple(axis for axis in range(total.ndim) if axis != adapter.out_axis)
         norms = da.sqrt(da.square(total).sum(axis=axes, keepdims=True))
         return total * (self.read("magnitude").reshape(norms.shape) / norms)
+
+
+def factor_changes(tensors: OpenTensors) -> dict[str, str]:
+    """Return how arithmetic changed the products of adapters, by the names of their bases."""
+    arrays = {name: data_of(variable) for name, variable in tensors.variables.items()}
+    computed = {n: a for n, a in arrays.items() if lazies_in(a) and lazy_of(a) is None}
+    with suppress(ArithmeticError, ValueError):  # of a function that does not take ones
+        factors = {
+            (adapter.base, name): _first(with_blocks(computed[name], np.ones_like))
+            for adapter in (find_adapters(tensors, None) if computed else ())
+            for name in adapter.tensors.values()
+            if adapter.is_product and name in computed and computed[name].size
+        }
+        # Arithmetic with ones shows by which number each factor is multiplied.
+        (numbers,) = dask.compute(factors)
+        scales: dict[str, list[float]] = defaultdict(list)
+        for (base, _), number in numbers.items():
+            if not math.isclose(number, 1, rel_tol=_ROUNDING):
+                scales[base].append(float(number))
+        is_sum = len(tensors.origins(_MOST_TRIED)) > 1
+        return {
+            base: _ADDED if is_sum else _SCALED.format(math.prod(of_factors))
+            for base, of_factors in scales.items()
+            if len(of_factors) > 1
+        }
+    return {}
+
+
+def _first(array: Any) -> Any:
+    return array[(0,) * array.ndim]
 
 
 def _replaced(count: int, rows: Sequence[int]) -> list[int]:

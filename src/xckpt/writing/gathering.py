@@ -25,9 +25,9 @@ from xckpt.arrays.converted import (
     is_sparse,
 )
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.graph import lazies_in, lazy_of
+from xckpt.arrays.graph import lazies_in, lazy_of, with_blocks
 from xckpt.arrays.lazy import UnreadableArray
-from xckpt.datasets.combining import unrounded
+from xckpt.datasets.combining import factor_changes, unrounded
 from xckpt.datasets.losses import IN_MEMORY, SourceShapes, losses
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.tensors import OpenTensors
@@ -121,12 +121,15 @@ class Computed(NamedTuple):
 
 
 def note_losses(obj: Any, changes: Changes) -> None:
-    """Note tensors that arithmetic left out, and a Dataset without any."""
+    """Note tensors that arithmetic left out, scaled factors, and a Dataset without any tensor."""
     if not isinstance(obj, xr.Dataset | xr.DataTree):  # the user named each tensor
         return
-    for loss in losses(OpenTensors(obj)):
+    tensors = OpenTensors(obj)
+    for loss in losses(tensors):
         for name in loss.names:
             changes.add(str(loss), name)
+    for base, change in factor_changes(tensors).items():
+        changes.add(change, base)
     was_opened = "format" in obj.encoding
     if isinstance(obj, xr.Dataset) and not (was_opened or obj.variables):
         change = "it has no tensors; arithmetic keeps only those that both sides have"
@@ -454,8 +457,10 @@ def _in_source_type(computed: Computed) -> Computed:
     name, array = computed.name, computed.array
     types = {element_type(lazy.dtype) or "" for lazy in lazies_in(array).values()} - {""}
     stored = ELEMENT_TYPES[computed.dtype]
-    integers = [stored.name] if stored.range is not None else list(types)
-    if len(integers) == 1 and ELEMENT_TYPES[integers[0]].range is not None:
+    if any(map(_is_whole, types)) and lazy_of(array) is None:
+        computed = computed._replace(array=with_blocks(array, _without_overflow))
+    integers = [stored.name] if _is_whole(stored.name) else list(types)
+    if len(integers) == 1 and _is_whole(integers[0]):
         role = Structure([Described(name, integers[0], array.shape)])[name].role
         if role not in PARAMETERS and role is not Role.SCALE:
             return computed._replace(dtype=integers[0], rounds=True)
@@ -464,6 +469,17 @@ def _in_source_type(computed: Computed) -> Computed:
     if is_wide and array.name.startswith(_ARITHMETIC):
         return computed._replace(widened=_WIDENED)
     return computed
+
+
+def _is_whole(dtype: str) -> bool:
+    """Return whether a type is one of integers or truth values."""
+    return ELEMENT_TYPES[dtype].range is not None or ELEMENT_TYPES[dtype].kind == "bool"
+
+
+def _without_overflow(block: Any) -> Any:
+    """Widen integers, whose sums would wrap around."""
+    is_narrow = block.dtype.kind in "biu" and block.dtype.itemsize < np.dtype("i8").itemsize
+    return block.astype(np.int64) if is_narrow else block
 
 
 def _encoding(variable: xr.Variable) -> Mapping[Any, Any]:
