@@ -176,6 +176,12 @@ def total() -> xr.Dataset:
     return a + b
 
 
+def saved_and_opened(ds: xr.Dataset, path: str) -> xr.Dataset:
+    Path("other").mkdir()
+    ds.ckpt.save(f"other/{path}")
+    return xckpt.open(f"other/{path}")
+
+
 def grown(weight: xr.DataArray, count: int) -> xr.DataArray:
     row = weight.mean("vocab").expand_dims(vocab=count)
     return xr.concat([weight, row], "vocab").transpose(*weight.dims)
@@ -313,6 +319,90 @@ class TestResults:
         Path("a/config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": True}))
         xckpt.open("a").drop_vars(HEAD).ckpt.save("out/")
         assert "config.json" in names("out")
+
+    @pytest.mark.parametrize("kind", ["new", "replaced", "computed", "of another model"])
+    def test_a_head_of_its_own_is_no_longer_tied(self, kind: str) -> None:
+        Path("a/config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": True}))
+        a, b = both()
+        if kind == "new":
+            xckpt.save(dict(a.drop_vars(HEAD)), "a/model.safetensors", overwrite=True)
+            a = xckpt.open("a")
+        elif kind == "computed":
+            a, b = (a + b) / 2, 3 * a - b
+        head = xr.DataArray(np.ones((32, 8), "f4"), dims=a[TABLE].dims)
+        value = head if kind in {"new", "replaced"} else b[HEAD]
+        with pytest.warns(CheckpointWarning, match=r"tie_word_embeddings: False \(was True\)"):
+            a.assign({HEAD: value}).ckpt.save("out/")
+        assert config("out")["tie_word_embeddings"] is False
+
+    def test_a_head_that_is_computed_as_the_table_stays_tied(self) -> None:
+        for name in "ab":
+            Path(name, "config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": True}))
+        xckpt.open("a").ckpt.save("same/")
+        (total() / 2).ckpt.save("out/")
+        assert config("out") == config("same") == LLAMA | {"tie_word_embeddings": True}
+
+    @pytest.mark.parametrize(
+        "load",
+        [
+            lambda ds: ds.compute(),
+            lambda ds: ds.persist(),
+            lambda ds: pickle.loads(pickle.dumps(ds.compute())),
+            lambda ds: saved_and_opened(ds, "out.zt"),
+            lambda ds: xr.Dataset(
+                {n: v.drop_attrs() for n, v in ds.compute().items()},
+                attrs={"config": json.dumps(ds.attrs["config"])},
+            ),
+        ],
+        ids=["compute", "persist", "pickle", "zt", "plain"],
+    )
+    def test_the_config_of_a_result_in_memory_comes_from_its_attributes(self, load: Any) -> None:
+        mean = load(total() / 2)
+        text = r"written from the attributes, without tokenizer.*: 'config\.json'"
+        with pytest.warns(CheckpointWarning, match=text):
+            mean.ckpt.save("out/")
+        assert names("out") == ["config.json", "model.safetensors"]
+        assert config("out") == LLAMA
+
+    @pytest.mark.parametrize(
+        ("make", "text"),
+        [
+            (lambda: with_layers([0, 2]), "layer 3: the tensors have 2"),
+            (lambda: both()[0].isel(vocab=slice(30)), "vocab 32: the tensors have 30"),
+            (
+                lambda: both()[0].isel({"head*key": slice(4), "head*value": slice(4)}),
+                r"head\*key 8: the tensors have 4",
+            ),
+        ],
+        ids=["layers", "vocabulary", "heads"],
+    )
+    def test_a_config_in_attributes_is_compared_with_the_tensors(
+        self, make: Any, text: str
+    ) -> None:
+        with pytest.warns(CheckpointWarning, match=f"not written, as {text}.*'config\\.json'"):
+            ((make() + make()) / 2).compute().ckpt.save("out/")
+        assert names("out") == ["model.safetensors"]
+
+    def test_a_model_without_any_config_is_a_warning(self) -> None:
+        xckpt.save(llama(0), "plain.zt")
+        for source in ("plain.zt", llama(0)):
+            text = r"no config\.json or tokenizer.*copy those of the model"
+            with pytest.warns(CheckpointWarning, match=text):
+                xckpt.open(source).ckpt.save("out/", overwrite=True)
+        assert names("out") == ["model.safetensors"]
+
+    def test_adapters_of_other_scales_are_named(self) -> None:
+        stated = json.loads(Path("lora-2/adapter_config.json").read_text())
+        stated |= {"lora_alpha": 8, "use_rslora": True}
+        Path("lora-2/adapter_config.json").write_text(json.dumps(stated))
+        text = r"as if all had the scale of lora/.*'lora-2/: lora_alpha 8, not 4; use_rslora True"
+        with pytest.warns(CheckpointWarning, match=text):
+            ((xckpt.open("lora") + xckpt.open("lora-2")) / 2).ckpt.save("out/")
+
+    def test_an_adapter_in_memory_has_its_name_and_config(self) -> None:
+        with pytest.warns(CheckpointWarning, match=r"attributes.*'adapter_config\.json'"):
+            ((xckpt.open("lora") + xckpt.open("lora-2")) / 2).compute().ckpt.save("out/")
+        assert names("out") == ["adapter_config.json", "adapter_model.safetensors"]
 
     def test_a_tokenizer_of_more_tokens_is_left_out(self) -> None:
         with pytest.warns(CheckpointWarning, match=r"fewer rows: 'tokenizer\.json'"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import some
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = ["ConfigFit", "fit_config", "fit_quantization"]
+__all__ = ["ConfigFit", "check_config", "fit_config", "fit_quantization"]
 
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
 _SHOWN = 3
+_TIED = "tie_word_embeddings"
 # Wrappers, and usual prefixes of a base model, in their order.
 _PREFIXES = ("_orig_mod.", "module.", "model.", "transformer.")
 # Where methods of quantisation list modules that stay as they are.
@@ -57,10 +59,37 @@ class ConfigFit:
     unknown_tokens: dict[str, None] = field(default_factory=dict)
 
 
+def check_config(config: Mapping[str, Any], tensors: Sequence[Described]) -> ConfigFit:
+    """Return a config with the sizes that tensors contradict, whose old tensors are unknown."""
+    fit = ConfigFit(deepcopy(dict(config)))
+    structure, stated = Structure(tensors), model_facts({"config": config}).sizes
+    extents: dict[str, set[int]] = defaultdict(set)
+    layers = set()
+    for tensor in tensors:
+        info = structure[tensor.name]
+        layers.update([number for name, number in info.indices if name == "layer"])
+        for axis, extent in zip(info.axes, tensor.shape, strict=True):
+            extents[axis or ""].add(extent)
+    if layers:
+        extents["layer"] = {len(layers)}
+    for axis, sizes in extents.items():
+        factors = [stated[name] for name in axis.split("*") if name in stated]
+        if len(factors) == axis.count("*") + 1 and sizes != {prod(factors)}:
+            new = " and ".join(map(str, sorted(sizes)))
+            fit.problems.append(f"{axis} {prod(factors)}: the tensors have {new}")
+    return fit
+
+
 def fit_config(
-    config: Mapping[str, Any], before: Sequence[Described], after: Sequence[Described]
+    config: Mapping[str, Any],
+    before: Sequence[Described],
+    after: Sequence[Described],
+    sources: Mapping[str, Any],
 ) -> ConfigFit:
-    """Return a config with the sizes of new tensors, given the tensors that it was written for."""
+    """Return a config with the sizes of new tensors, given the tensors that it was written for.
+
+    `sources` tells where the values of new tensors come from; equal ones have equal sources.
+    """
     fit = ConfigFit(deepcopy(dict(config)))
     text = fit.config.get("text_config")
     sizes = stated_sizes(*([fit.config, text] if isinstance(text, dict) else [fit.config]))
@@ -69,9 +98,23 @@ def fit_config(
     removed = _fit_layers(fit, sizes.get("layer"), structure, new)
     fit.missing = _missing(fit, structure, old, new, removed)
     _fit_axes(fit, sizes, structure, old, new)
+    _fit_head(fit, Structure(after), old, sources)
     if fit.has_fewer_tokens and "vocab" in sizes:
         _check_tokens(fit, sizes["vocab"])
     return fit
+
+
+def _fit_head(
+    fit: ConfigFit, structure: Structure, old: Collection[str], sources: Mapping[str, Any]
+) -> None:
+    """State that the head is not tied to the embeddings if its values are others."""
+    slots = {structure[name].slot: name for name in structure if structure.param(name) == "weight"}
+    head, table = (slots.get(slot) for slot in ("output", "token_embedding"))
+    if fit.config.get(_TIED) is not True or head is None:
+        return
+    if head not in old or sources.get(head) != sources.get(table or ""):
+        fit.config[_TIED] = False
+        fit.corrections.append(f"{_TIED}: False (was True)")
 
 
 def _check_tokens(fit: ConfigFit, size: StatedSize) -> None:
@@ -198,7 +241,7 @@ def _missing(
         if renamed:
             fit.problems.append(f"no tensor has the name {some(renamed, 'names', _SHOWN)} any more")
         return []
-    is_tied = fit.config.get("tie_word_embeddings") is True
+    is_tied = fit.config.get(_TIED) is True
     weights = []
     for name in missing:
         info = structure[name]

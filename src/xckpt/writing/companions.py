@@ -1,9 +1,9 @@
 """Files that describe a model, written beside a new file of its tensors.
 
 They come from the folder of the checkpoint that most tensors are read or computed from, as far as
-they still hold. The config gets the sizes and the element type of the new tensors, and keeps its
-``quantization_config`` if codes are written; it is left out if it does not fit otherwise. Names of
-code are removed, and code is never copied.
+they still hold, and configs that are missing there from the attributes. The config gets the sizes
+and the element type of the new tensors, and keeps its ``quantization_config`` if codes are written;
+it is left out if it does not fit otherwise. Names of code are removed, and code is never copied.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from __future__ import annotations
 import json
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.arrays.dense import OnePartArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError, some
 from xckpt.formatting import counted
 from xckpt.opening import open_index
+from xckpt.opening.configs import CONFIGS, read_config
 from xckpt.opening.names import part_of
 from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path, write_file
-from xckpt.structure.config_fit import fit_config, fit_quantization
+from xckpt.structure.config_fit import check_config, fit_config, fit_quantization
 from xckpt.structure.facts import declarations_in, model_facts
 from xckpt.structure.info import Described, Role
 from xckpt.structure.model import Structure
 from xckpt.writing.payloads import source_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.formats.plan import WantedTensor
     from xckpt.index import Tensor
@@ -52,25 +54,41 @@ _OF_MODEL = ("generation_config.json", "preprocessor_config.json", "processor_co
 # Their JSON objects may name code.
 _PARSED = frozenset({_CONFIG, "tokenizer_config.json", "processor_config.json"})
 # Names that libraries look for in the place of "model": peft, mlx-lm, diffusers.
-_STEMS = frozenset({"adapter_model", "adapters", "diffusion_pytorch_model"})
+_ADAPTER = "adapter_model"
+_STEMS = frozenset({_ADAPTER, "adapters", "diffusion_pytorch_model"})
 _MOST_FOLDERS = 16
 _LARGEST_NBYTES = 256 << 20
 _LARGEST_CONFIG_NBYTES = 16 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _CORRECTED = "config.json has new values, as the tensors have"
+_OF_ATTRS = "written from the attributes, without tokenizer, as no files are beside the tensors"
+_NO_CONFIG = (
+    "no config.json or tokenizer is known for the tensors, and none is written; copy those of the "
+    "model, such as"
+)
+_OTHER_SCALES = (
+    "factors of adapters are combined as if all had the scale of {}/ (base.ckpt.merge(adapter), "
+    "called for each, uses their own)"
+)
+# Values of `adapter_config.json` that scale updates.
+_SCALES = ("lora_alpha", "r", "use_rslora", "alpha_pattern", "rank_pattern")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The checkpoint that most tensors of a new file are read or computed from."""
 
-    folder: Path
-    file_names: Sequence[str]
+    #: None for tensors in memory.
+    folder: Path | None = None
+    file_names: Sequence[str] = ()
     #: Tensors as the file and as the model has them; they differ if quantised.
-    stored: Sequence[Described]
-    decoded: Sequence[Described]
+    stored: Sequence[Described] = ()
+    decoded: Sequence[Described] = ()
     #: Names of the tensors that hold a quantised one, by its name.
-    codes: Mapping[str, Collection[str]]
+    codes: Mapping[str, Collection[str]] = field(default_factory=dict)
+    #: Folders of the other checkpoints, and configs in the attributes by the name of their file.
+    others: Sequence[Path] = ()
+    configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     def written(self, types: Mapping[str, str]) -> _Written:
         """Return the tensors in the form that is written, given the new types by name."""
@@ -89,6 +107,8 @@ class Origin:
 
     def may_have_codes(self, config: Mapping[str, Any], types: Mapping[str, str]) -> bool:
         """Return whether declarations of quantisation may hold without known quantised tensors."""
+        if not self.stored:
+            return not WIDE_FLOATS.issuperset(types.values())
         same = [tensor for tensor in self.stored if types.get(tensor.name) == tensor.dtype]
         if len(same) == len(self.stored) or not list(declarations_in(config)):
             return True
@@ -97,6 +117,8 @@ class Origin:
 
     def stem(self, names: Collection[str]) -> str:
         """Return the beginning of the file name that libraries look for, for these tensors."""
+        if self.folder is None and _ADAPTER_CONFIG in self.configs:
+            return _ADAPTER
         stems = [name.partition(".")[0] for name in self.file_names]
         is_same_kind = any(tensor.name in names for tensor in self.stored)
         return next((stem for stem in stems if stem in _STEMS and is_same_kind), "model")
@@ -110,8 +132,10 @@ class _Written(NamedTuple):
     dense: list[str]  # names of quantised ones whose values are written
 
 
-def origin_of(gathered: Gathered) -> Origin | None:
-    """Return the checkpoint that most tensors come from; None if it is unknown or remote."""
+def origin_of(gathered: Gathered) -> Origin:
+    """Return the checkpoint that most tensors come from, without a folder if it is remote."""
+    stated = {name: read_config("", gathered.attrs, name.removesuffix(".json")) for name in CONFIGS}
+    configs = {name: config for name, config in stated.items() if config is not None}
     counts: Counter[str] = Counter()
     for payload in gathered.payloads:
         counts.update({file.name: None for file in source_files([payload])}.keys())
@@ -133,11 +157,12 @@ def origin_of(gathered: Gathered) -> Origin | None:
             stored = {part.name: part for part in parts}.values()
             file_names = [path.name for path in files]
             described = _described(stored), _described(decoded)
-            origins.append(Origin(folder, file_names, *described, codes))
+            others = [other for other in folders if other != folder]
+            origins.append(Origin(folder, file_names, *described, codes, others, configs))
             # An adapter may set more tensors than its base keeps, but has other names.
             if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
                 return origins[-1]
-    return origins[0] if origins else None
+    return origins[0] if origins else Origin(configs=configs)
 
 
 def _tensors(path: Path) -> list[Tensor]:
@@ -172,31 +197,76 @@ def companions_of(
     after = [Described(t.name, t.dtype, t.shape) for t in tensors.values()]
     types = {t.name: t.dtype for t in after}
     before, quantized, dense = origin.written(types)
-    names = [_CONFIG, _ADAPTER_CONFIG, *_OF_MODEL, *_OF_TOKENIZER]
-    files = {name: path for name in names if _is_readable(path := origin.folder / name)}
+    names = [_CONFIG, _ADAPTER_CONFIG, *_OF_MODEL, *_OF_TOKENIZER] if origin.folder else []
+    place = origin.folder or Path()
+    files = {name: path for name in names if _is_readable(path := place / name)}
     parsed = {name: _parsed(files[name]) for name in files if name in _PARSED}
-    fit = fit_config(parsed.get(_CONFIG) or {}, before, after)
+    # Written anew, as there is no file to copy.
+    stated = {name: config for name, config in origin.configs.items() if name not in files}
+    config = (parsed | stated).get(_CONFIG) or {}
+    sources = {tensor.name: _source(tensor) for tensor in tensors.values()}
+    fit = fit_config(config, before, after, sources) if before else check_config(config, after)
     if fit.missing and tensors.keys().isdisjoint(tensor.name for tensor in before):
         return Companions({})  # such as updates, which describe another model
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
     fit_quantization(fit, dense, is_quantized=is_quantized)
-    dropped = _reasons(fit, files, len(before))
+    dropped = _reasons(fit, [*files, *stated], len(before))
+    new = parsed | stated | ({_CONFIG: _with_types(fit.config, after)} if config else {})
     contents: dict[str, bytes | Path] = {}
-    for name, path in files.items():
-        if name in dropped or parsed.get(name, {}) is None:
-            continue
-        contents[name] = path
-        if name == _CONFIG:
-            config = _with_types(fit.config, after)
-            contents[name] = _json(config, parsed[name], path)
-        elif name in _PARSED:
-            contents[name] = _json(dict(parsed[name] or {}), parsed[name], path)
-    for name in [name for name in files if name in dropped]:
-        changes.add(f"not copied from {origin.folder.name}/, as {dropped[name]}", name)
-        if Path(target.companion(name)).exists():
-            changes.add("stays in the folder as it is, and may not fit", name)
+    for name in [*files, *stated]:
+        if name in dropped:
+            how = f"copied from {place.name}/" if name in files else "written"
+            changes.add(f"not {how}, as {dropped[name]}", name)
+            if Path(target.companion(name)).exists():
+                changes.add("stays in the folder as it is, and may not fit", name)
+        elif name not in new:
+            contents[name] = files[name]
+        elif (document := new[name]) is not None:
+            contents[name] = _json(document, parsed.get(name), files.get(name))
+    if not (files or stated) and _is_model(origin, after, target):
+        changes.add(_NO_CONFIG, _CONFIG)
+    for change, name in _notes(origin, contents, files):
+        changes.add(change, name)
     _add_changes(changes, contents, fit, target)
     return Companions(contents)
+
+
+def _source(tensor: WantedTensor) -> Any:
+    """Return the folder of the values of a tensor, or the operations that compute them."""
+    array = getattr(tensor, "data", {}).get("data")
+    if isinstance(array, OnePartArray):
+        return Path(array.source.name).parent
+    layers = getattr(getattr(array, "dask", None), "layers", {}).items()
+    return sorted([n.rpartition("-")[0] for n, layer in layers if not hasattr(layer, "lazy")])
+
+
+def _notes(
+    origin: Origin, contents: Collection[str], files: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield notes of configs that are from the attributes, or that hold for some sources only."""
+    for name in contents:
+        if name not in files:
+            yield _OF_ATTRS, name
+    if origin.folder is not None and _ADAPTER_CONFIG in files:
+        for text in _other_scales(origin.folder, origin.others):
+            yield _OTHER_SCALES.format(origin.folder.name), text
+
+
+def _is_model(origin: Origin, tensors: Sequence[Described], target: Target) -> bool:
+    """Return whether tensors of a known family come from another format than the target's."""
+    is_same = all(Path(name).suffix in Path(target.path).name for name in origin.file_names)
+    return not (origin.folder and is_same) and Structure(tensors).family != ""
+
+
+def _other_scales(folder: Path, others: Iterable[Path]) -> Iterator[str]:
+    """Yield the scales of other adapters that tensors are computed from, if they differ."""
+    paths = [path for place in (folder, *others) if _is_readable(path := place / _ADAPTER_CONFIG)]
+    config, *configs = [_parsed(path) or {} for path in paths]
+    for path, other in zip(paths[1:], configs, strict=True):
+        keys = [key for key in _SCALES if other.get(key) != config.get(key)]
+        if keys:
+            values = [f"{key} {other.get(key)}, not {config.get(key)}" for key in keys]
+            yield f"{path.parent.name}/: {'; '.join(values)}"
 
 
 def _add_changes(
@@ -257,10 +327,12 @@ def _parsed(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _json(config: dict[str, Any], before: dict[str, Any] | None, path: Path) -> bytes | Path:
+def _json(
+    config: Mapping[str, Any], before: Mapping[str, Any] | None, path: Path | None
+) -> bytes | Path:
     """Return a configuration without names of code; the file itself if nothing changed."""
-    config.pop("auto_map", None)
-    if config == before:
+    config = {key: value for key, value in config.items() if key != "auto_map"}
+    if path is not None and config == before:
         return path
     return json.dumps(config, indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
 
