@@ -274,6 +274,20 @@ class TestTypesOfResults:
         mean = (a[self.IDS].values.astype("f8") + b[self.IDS].values) / 2
         assert xckpt.open("out.safetensors")[self.IDS].values.tolist() == np.rint(mean).tolist()
 
+    def test_computed_nan_is_counted_and_named(self) -> None:
+        a, b, c = self.opened()
+        for result in (a.where(a > 1.2), b.where(b > 2), xr.concat([a, c], "n").shift(n=1)):
+            text = r"16 computed elements NaN, unlike the sources: 'fc\.weight'"
+            with pytest.warns(CheckpointWarning, match=text):
+                result[["fc.weight"]].ckpt.save("out.safetensors", overwrite=True)
+            with pytest.warns(CheckpointWarning, match=text):
+                later = result[["fc.weight"]].ckpt.save(
+                    "out.safetensors", overwrite=True, compute=False
+                )
+                later.compute()
+        save({"fc.weight": np.array([1, np.nan], "f4")}, "stored.safetensors")
+        (2 * xckpt.open("stored.safetensors")).ckpt.save("out.safetensors", overwrite=True)
+
     @pytest.mark.filterwarnings("ignore:.*scales is missing")
     def test_codes_become_floats(self) -> None:
         save({"fc.qweight": np.arange(4, dtype="i4")}, "codes.safetensors")

@@ -58,6 +58,7 @@ __all__ = [
     "bytes_of",
     "convert",
     "count_lost",
+    "count_nan",
     "densified",
     "element_type",
     "holds",
@@ -431,6 +432,13 @@ def count_lost(values: Array, converted: Array) -> int:
         if max(float(values.max()), -float(values.min())) <= limit:  # False if there are NaN
             return 0
         return int(np.count_nonzero(np.isfinite(values) & ~np.isfinite(converted)))
+
+
+def count_nan(values: Array) -> int:
+    """Return how many floats are NaN."""
+    if values.dtype.kind != "f" or not values.size or not np.isnan(values.min()):
+        return 0
+    return int(np.count_nonzero(np.isnan(values)))
 
 
 @lru_cache

@@ -28,9 +28,11 @@ from xckpt.arrays.converted import (
     as_bytes,
     convert,
     count_lost,
+    count_nan,
     packed_codes,
 )
 from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.graph import lazies_in, lazy_of
 from xckpt.arrays.keys import chunks_along_slowest
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
@@ -45,6 +47,7 @@ from xckpt.storage import is_remote
 from xckpt.storage.limits import open_file
 from xckpt.storage.sink import publish, write_at
 from xckpt.writing.companions import companions_of, origin_of
+from xckpt.writing.payloads import lazy_dask_array
 from xckpt.writing.rehearsal import changed_attributes
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
 
@@ -70,6 +73,8 @@ __all__ = ["WriteJob", "write_job"]
 
 # Runs shorter than this, in bytes, are written through a memory map instead of by system calls.
 _SHORTEST_RUN = 1 << 12
+# Computed tensors with NaN whose sources are read again, to find out whether they have NaN, too.
+_MOST_SOURCES = 16
 
 
 def _without_tensor(offset: int | None, data: ByteStream) -> PlannedPart:
@@ -207,7 +212,7 @@ class WriteJob:
             try:
                 try:
                     self._begin(sinks)
-                    lost: Sequence[int] = ()
+                    lost: Sequence[Array] = ()
                     if self._stores:
                         import dask
 
@@ -267,20 +272,23 @@ class WriteJob:
         for position, offset, nbytes in self._reserved:
             sinks[position].reserve(offset, nbytes)
 
-    def _end(self, sinks: list[Sink], lost: Sequence[int]) -> None:
+    def _end(self, sinks: list[Sink], lost: Sequence[Array]) -> None:
         """Finish the files; the last task of `delayed`, which waits for those of `_store`."""
         self._finish(sinks, Progress(False, ""))  # noqa: FBT003  no bar
         self._warn_of_lost(lost)
 
-    def _warn_of_lost(self, lost: Sequence[int]) -> None:
-        """Warn of elements that rounding lost; `lost` has their numbers for each dask array."""
+    def _warn_of_lost(self, lost: Sequence[Array]) -> None:
+        """Warn of lost elements and of NaN; `lost` has both numbers for each dask array."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)  # by element type and tensor
         streams = [planned.data for file in self._files for planned in file.parts]
         converted = [data for data in streams if isinstance(data, Converted)]
         for data in converted:
             counts[data.dtype][data.name] += sum(data.lost)
-        for (name, dtype), count in zip(self._stored_types, lost, strict=False):
-            counts[dtype][name] += count
+        for (name, dtype), (count, _) in zip(self._stored_types, lost, strict=False):
+            counts[dtype][name] += int(count)
+        if nans := _new_nans(self._stores, lost):
+            total = counted(sum(nans.values()), "computed element")
+            warn(f"{self.target.path}: {total} NaN, unlike the sources: {some(list(nans))}")
         for dtype, by_tensor in counts.items():
             names = [name for name in by_tensor if by_tensor[name]]
             total = counted(by_tensor.total(), "element")
@@ -448,10 +456,11 @@ class _ArrayTarget(NamedTuple):
     tensor: str  # for messages
     order: str
     observer: str  # name of the progress bar
+    is_computed: bool  # from tensors of files, rather than in memory or by another engine
 
 
 def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Delayed:
-    """Return a task that counts lost elements, after a task per chunk has written to a file."""
+    """Return a task that counts lost elements and NaN, after tasks for chunks wrote to a file."""
     # One layer for all chunks. `map_blocks` would run the task that makes the file a second time.
     import dask
     from dask.delayed import Delayed
@@ -473,6 +482,7 @@ def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Dela
         data.name,
         data.order,
         observer,
+        bool(lazies_in(data.array)) and lazy_of(data.array) is None,
     )
     write = partial(_store_block, target)
     name = f"xckpt-write-{uuid4().hex}"
@@ -487,14 +497,14 @@ def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Dela
     return Delayed(name, graph)
 
 
-def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequence[int]) -> int:
-    """Convert a chunk and write it to its place; return how many elements are lost."""
+def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequence[int]) -> Array:
+    """Convert a chunk and write it to its place; return the numbers of lost elements and of NaN."""
     # Axes are in the order of the file from here on.
     is_turned = target.order == "F"
     values = np.asarray(block).T if is_turned else np.asarray(block)
     if values.dtype.kind == target.declared.kind == "f":
         values = values.astype(target.declared, copy=False)
-    first, lost = origin[::-1] if is_turned else origin, 0
+    first, lost, nans = origin[::-1] if is_turned else origin, 0, 0
     with place.named():
         fileno = open_file(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
         try:
@@ -511,11 +521,26 @@ def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequenc
                 options: Any = {"tensor": target.tensor, "position": position}
                 converted = convert(piece, target.dtype, target.cast, **options)
                 lost += count_lost(piece, converted) if target.cast == "allow" else 0
+                nans += count_nan(piece) if target.is_computed else 0
                 _write_run(place.path, fileno, target, converted, start)
         finally:
             os.close(fileno)
     report(target.observer, nbytes_of(target.dtype, values.size))
-    return lost
+    return np.array([lost, nans])
+
+
+def _new_nans(
+    stores: Iterable[tuple[Converted, int, int]], lost: Iterable[Array]
+) -> dict[str, int]:
+    """Return the numbers of NaN by tensor, unless the sources of the first ones have NaN, too."""
+    pairs = zip(stores, lost, strict=False)
+    counts = [(data, int(count)) for (data, _, _), (_, count) in pairs if count]
+    new = {}
+    for data, count in counts[:_MOST_SOURCES]:
+        sources = [lazy_dask_array(lazy) for lazy in lazies_in(data.array).values()]
+        if not any(np.isnan(source).any().compute() for source in sources):
+            new[data.name] = count
+    return new and new | {data.name: count for data, count in counts[_MOST_SOURCES:]}
 
 
 def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
