@@ -197,8 +197,9 @@ def compare(
                               ``unmatched``: only one side has it; ``unreadable``: one side
                               cannot be read
         ``cause``             one of ``equal, renamed, tied, transposed, rope_permuted, fused,
-                              split, padded, merged, rounded, quantised, offset, scaled``, which
-                              explain (the last two where the architecture is known for it),
+                              split, padded, merged, folded, rounded, quantised, offset,
+                              scaled``, which explain (the last two where the architecture is
+                              known for it),
                               ``misplaced, rows_permuted, cut, pruned, low_rank, unknown``, which
                               do not, and ``only_a, only_b, unreadable``; or several joined by ``+``
         ``explanation``       a sentence with numbers

@@ -46,7 +46,7 @@ ADMITTED = frozenset(
     {
         *("equal", "renamed", "tied", "fused", "split", "transposed", "rope_permuted", "padded"),
         *("reshaped", "regrouped"),
-        *("merged", "quantised", "rounded"),
+        *("merged", "folded", "quantised", "rounded"),
     }
 )
 _ADMITTED_IF_KNOWN = frozenset({"offset", "scaled"})
@@ -59,7 +59,8 @@ SIDES = ("a", "b")
 CAUSES = (
     *("renamed", "tied", "misplaced", "fused", "split", "reshaped", "transposed"),
     *("regrouped", "rope_permuted", "rows_permuted"),
-    *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "merged", "quantised"),
+    *("padded", "cut", "offset", "scaled", "pruned", "low_rank"),
+    *("merged", "folded", "quantised"),
     *("rounded", "equal", "unknown", "only_a", "only_b", "unreadable"),
 )
 _ALWAYS = frozenset(EXPLANATION_COLUMNS[:4])
@@ -132,7 +133,7 @@ class Explanation:
     @property
     def has_layout(self) -> bool:
         """True if the tensor is explained by itself, and not as a part of another tensor."""
-        is_part = bool({"fused", "split", "merged"} & set(self.causes)) and not self.joint
+        is_part = bool({"fused", "split", "merged", "folded"} & set(self.causes)) and not self.joint
         return self.verified and not is_part and not self.is_constant
 
     @property

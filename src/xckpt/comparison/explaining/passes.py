@@ -21,6 +21,7 @@ from xckpt.comparison.arrangements import (
     undone,
 )
 from xckpt.comparison.explaining.conversions import converted, partly_converted
+from xckpt.comparison.explaining.folding import folded
 from xckpt.comparison.explaining.joining import joined
 from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
 from xckpt.comparison.explaining.names import Rules, conventions, spelled
@@ -578,6 +579,7 @@ PASSES: tuple[Callable[[Work], Explanations], ...] = (
     # tensors that have a partner by name
     equal,
     in_place,
+    folded,
     converted,
     moved,
     # tensors that only one side has
