@@ -115,3 +115,50 @@ def test_not_a_number_is_named_first() -> None:
     damaged[3, 4] = np.nan
     row = explained({"w": values}, {"w": damaged}).loc["w"]
     assert row["explanation"].startswith("1 is NaN on one side, 512 of 512 elements differ")
+
+
+@pytest.mark.parametrize(
+    "names", [("mlp.{}.weight", "mlp.{}.weight"), ("mlp.{}.weight", "ffn.{}.w")]
+)
+def test_a_square_matrix_is_not_transposed_alone(names: tuple[str, str]) -> None:
+    """Matrices that are not square show whether a conversion transposes."""
+    rng = np.random.default_rng(5)
+    shapes = {"a": (24, 16), "b": (8, 24), "c": (32, 8), "d": (16, 32), "e": (16, 16)}
+    ours = {names[0].format(n): rng.standard_normal(s).astype(F32) for n, s in shapes.items()}
+    theirs = {names[1].format(n): ours[names[0].format(n)] for n in shapes}
+    square, other = (name.format("e") for name in names)
+    table = explained(ours, theirs | {other: theirs[other].T.copy()})
+    assert table.outcome[square] == "changed"
+    assert (
+        "transposed, and the 4 matrices that are not square were not" in table.explanation[square]
+    )
+    assert set(table.outcome.drop([n for n in (square, other) if n in table.index])) == {
+        "explained"
+    }
+    turned = {name: values.T.copy() for name, values in theirs.items()}
+    assert set(explained(ours, turned).outcome) == {"explained"}
+
+
+def test_a_square_part_is_not_transposed_alone() -> None:
+    rng = np.random.default_rng(6)
+    parts = {f"attn.{n}_proj.weight": rng.standard_normal((16, 16)).astype(F32) for n in "qkv"}
+    rest = {f"mlp.{n}.weight": rng.standard_normal((8, 16 + n)).astype(F32) for n in range(4)}
+    fused = {"attn.qkv.weight": np.concatenate(list(parts.values()))}
+    assert set(explained(parts | rest, fused | rest).outcome) == {"explained"}
+    parts["attn.v_proj.weight"] = parts["attn.v_proj.weight"].T.copy()
+    table = explained(parts | rest, fused | rest)
+    assert table.outcome["attn.v_proj.weight"] == table.outcome["attn.qkv.weight"] == "changed"
+
+
+def test_positions_are_not_transposed() -> None:
+    rng = np.random.default_rng(7)
+    shapes: dict[str, tuple[int, ...]] = {"wte": (50, 32), "wpe": (32, 32), "ln_f": (32,)}
+    for layer in range(2):
+        base = f"h.{layer}"
+        shapes |= {f"{base}.attn.c_attn": (32, 96), f"{base}.attn.c_proj": (32, 32)}
+        shapes |= {f"{base}.mlp.c_fc": (32, 128), f"{base}.mlp.c_proj": (128, 32)}
+        shapes |= {f"{base}.ln_1": (32,), f"{base}.ln_2": (32,)}
+    ours = {f"transformer.{n}.weight": rng.standard_normal(s) for n, s in shapes.items()}
+    theirs = {n: values.T.copy() if "wte" not in n else values for n, values in ours.items()}
+    table = explained(ours, theirs)
+    assert table.index[table.outcome != "explained"].tolist() == ["transformer.wpe.weight"]

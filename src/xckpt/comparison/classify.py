@@ -33,7 +33,7 @@ __all__ = ["TURNED_SLOTS", "Places", "doubt"]
 TURNED_SLOTS = {"attention.query": "head", "attention.key": "head_kv"}
 _ROTARY_ROLES = frozenset({"query", "key"})
 # Slots and kinds of modules whose weights have one order of axes in all libraries.
-_UPRIGHT = frozenset({"token_embedding", "norm"})
+_UPRIGHT = frozenset({"token_embedding", "position_embedding", "norm"})
 # Family whose embeddings a conversion scales: conversion/jais.py of llama.cpp.
 _SCALED_FAMILY, _SCALED_SLOTS = "jais", frozenset({"token_embedding", "output"})
 # A larger share of elements does not stay equal when real numbers are quantised.

@@ -25,6 +25,7 @@ from xckpt.comparison.explaining.folding import folded
 from xckpt.comparison.explaining.joining import joined
 from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
 from xckpt.comparison.explaining.names import Rules, conventions, spelled
+from xckpt.comparison.explaining.orientation import turned_alone
 from xckpt.comparison.explaining.outcome import (
     ALONE,
     Explanation,
@@ -224,6 +225,7 @@ def explain(
             for n, explanation in find(work).items():
                 work.explanations.setdefault(n, explanation)
         work.explanations |= unlike_siblings(cases, work.explanations, places, work.verify)
+        work.explanations |= turned_alone(cases, work.explanations, places)
     return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]
 
 
