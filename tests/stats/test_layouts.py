@@ -472,3 +472,29 @@ def test_decoded_numbers_are_quantised(
         damaged = {**theirs, name: damage(theirs[name].astype(F32)).astype(dtype)}
         table = explained(ours, damaged)
         assert set(table.query("outcome != 'explained'").index) == {name}
+
+
+# --- axes of one position -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_axes_of_one_position_come_and_go(is_renamed: bool, is_turned: bool) -> None:
+    """Linear layers as convolutions, tokens with a batch axis, directions of ONNX."""
+    normal = random_of(4)
+    shapes = {"to_q": (48, 32), "cls_token": (1, 1, 48), "pos_embed": (17, 48), "hidden": (96, 24)}
+    ours = {f"mid.{name}.weight": normal(*shape) for name, shape in shapes.items()}
+    others = {"to_q": (48, 32, 1, 1), "cls_token": (48,), "pos_embed": (1, 17, 48)}
+    others["hidden"] = (1, 96, 24)
+    new = "middle.0.{}.weight" if is_renamed else "mid.{}.weight"
+    theirs = {new.format(n): ours[f"mid.{n}.weight"].reshape(shape) for n, shape in others.items()}
+    sides = (theirs, ours) if is_turned else (ours, theirs)
+    for names in (None, "auto"):
+        table = explained(*sides, names=names)
+        assert set(table.outcome) == {"explained"}, table.explanation.to_dict()
+        assert table.cause.str.contains("reshaped").all()
+    name = "mid.to_q.weight"
+    ours[name] = ours[name].copy()
+    ours[name][[3, 5]] = ours[name][[5, 3]]
+    table = explained(*sides)
+    assert {name, new.format("to_q")} & set(table.index[table.outcome != "explained"])

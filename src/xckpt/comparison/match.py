@@ -287,7 +287,9 @@ def _rule_of(candidate: Candidate) -> str:
     if candidate.score < _SAME:
         is_rows = candidate.b.shape in {candidate.a.shape, candidate.a.shape[::-1]}
         return "rows" if is_rows else "elements"
-    return "rows" if "rope_permuted" in causes else "transposed" if causes else "values"
+    if "rope_permuted" in causes:
+        return "rows"
+    return "transposed" if "transposed" in causes else "elements" if causes else "values"
 
 
 def _same_elements(sides: Sequence[Sequence[Sketched]], paired: set[str]) -> dict[str, Partner]:
@@ -377,10 +379,11 @@ def _candidates(
             tensors_of_shape[tensor.shape].append(tensor)
     shapes_of_b: dict[Shape, list[Shape]] = defaultdict(list)
     for shape in by_shape[1]:
-        shapes_of_b[(len(shape),) if is_extended else tuple(sorted(shape))].append(shape)
+        shapes_of_b[(len(shape),) if is_extended else _extents(shape)].append(shape)
     for shape, tensors in by_shape[0].items():
-        for shape_of_b in shapes_of_b[(len(shape),) if is_extended else tuple(sorted(shape))]:
-            sizes = list(zip(sorted(shape), sorted(shape_of_b), strict=True))
+        for shape_of_b in shapes_of_b[(len(shape),) if is_extended else _extents(shape)]:
+            extents = [sorted(s) if is_extended else _extents(s) for s in (shape, shape_of_b)]
+            sizes = list(zip(*extents, strict=True))
             # One shape fits into the other one, in some order of the axes.
             fits = all(n <= m for n, m in sizes) or all(n >= m for n, m in sizes)
             is_permuted = all(n == m for n, m in sizes)
@@ -388,6 +391,11 @@ def _candidates(
                 theirs_of_shape = by_shape[1][shape_of_b]
                 candidates += _likely(_screened(tensors, theirs_of_shape, is_extended=is_extended))
     return candidates
+
+
+def _extents(shape: Shape) -> Shape:
+    """Return the extents of a shape in order, without axes of one position."""
+    return tuple(sorted([extent for extent in shape if extent > 1]))
 
 
 def _likely(pairs: Iterable[tuple[Sketched, Sketched]]) -> Iterator[Candidate]:

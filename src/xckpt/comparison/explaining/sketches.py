@@ -28,6 +28,7 @@ from xckpt.comparison.arrangements import (
     USUAL_WIDTHS,
     Padded,
     Permuted,
+    Reshaped,
     RopePermuted,
     Transposed,
     Truncated,
@@ -299,19 +300,61 @@ def arrangements(a: Sketched, b: Sketched) -> list[StepChain]:
     Rows are permuted as for rotary embeddings only in queries and keys.
     """
     if b not in a.arrangements:
+        is_squeezed = len(a.shape) != len(b.shape)
+        ours, theirs = (_Lines.of(tensor, is_squeezed=is_squeezed) for tensor in (a, b))
         likely = []
-        if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
+        if len(ours.shape) == len(theirs.shape) and 0 < len(ours.shape) <= _MOST_AXES:
             has_heads = are_rotary(a.is_rotary, b.is_rotary)
-            chains = (
-                _along_axes(a, b, axes, has_heads=has_heads)
-                for axes in permutations(range(len(a.shape)))
-            )
-            likely = [chain for chain in chains if chain is not None]
+            chains = [
+                _along_axes(ours, theirs, axes, has_heads=has_heads)
+                for axes in permutations(range(len(ours.shape)))
+            ]
+            likely = [
+                StepChain(chain.score, _with_unit_axes(a.shape, ours, chain.steps, theirs, b.shape))
+                for chain in chains
+                if chain is not None
+            ]
         a.arrangements[b] = sorted(likely, key=lambda chain: -chain.score)
     return a.arrangements[b]
 
 
-def _along_axes(a: Sketched, b: Sketched, axes: Shape, *, has_heads: bool) -> StepChain | None:
+class _Lines(NamedTuple):
+    """The sums along axes of a tensor."""
+
+    tensor: Sketched
+    axes: Shape
+
+    @classmethod
+    def of(cls, tensor: Sketched, *, is_squeezed: bool) -> _Lines:
+        """Return the sums along all axes, or those that have more than one position."""
+        extents = enumerate(tensor.shape)
+        return cls(tensor, tuple([n for n, extent in extents if extent > 1 or not is_squeezed]))
+
+    @property
+    def shape(self) -> Shape:
+        return tuple([self.tensor.shape[axis] for axis in self.axes])
+
+    def along(self, axis: int) -> Array | None:
+        """Return the sums along an axis; None if they were not computed."""
+        return self.tensor.along[self.axes[axis]]
+
+    def ordered(self, axis: int) -> Array | None:
+        """Return the sums along an axis in ascending order."""
+        return self.tensor.ordered[self.axes[axis]]
+
+
+def _with_unit_axes(
+    before: Shape, ours: _Lines, steps: tuple[Step, ...], theirs: _Lines, after: Shape
+) -> tuple[Step, ...]:
+    """Return steps between tensors whose axes of one position were left out."""
+    if not steps and ours.shape == theirs.shape:
+        return () if before == after else (Reshaped(before, after),)
+    first = () if before == ours.shape else (Reshaped(before, ours.shape),)
+    last = () if after == theirs.shape else (Reshaped(theirs.shape, after),)
+    return (*first, *steps, *last)
+
+
+def _along_axes(a: _Lines, b: _Lines, axes: Shape, *, has_heads: bool) -> StepChain | None:
     shape = tuple([a.shape[axis] for axis in axes])
     sizes = list(zip(shape, b.shape, strict=True))
     is_padded = all(n <= m for n, m in sizes)
@@ -342,10 +385,10 @@ def _along_axes(a: Sketched, b: Sketched, axes: Shape, *, has_heads: bool) -> St
 
 
 def _along_axis(
-    a: Sketched, b: Sketched, axis_of_a: int, axis: int, *, has_heads: bool
+    a: _Lines, b: _Lines, axis_of_a: int, axis: int, *, has_heads: bool
 ) -> tuple[float, list[Step], list[Step]]:
     """Return the agreement of sums, and permutations before and after padding with zeros."""
-    x, y = a.along[axis_of_a], b.along[axis]
+    x, y = a.along(axis_of_a), b.along(axis)
     if x is None or y is None:
         return float("nan"), [], []
     n, m = len(x), len(y)
@@ -363,7 +406,7 @@ def _along_axis(
         if score > best[0]:
             return score, [], steps
     if n == m and best[0] < _SHUFFLED and _FEWEST_ROWS <= n <= _MOST_ROWS:
-        first, second = a.ordered[axis_of_a], b.ordered[axis]
+        first, second = a.ordered(axis_of_a), b.ordered(axis)
         if first is not None and second is not None and agreement(first, second) >= _EQUAL:
             return _SHUFFLED, [Permuted(axis, _order(x, y))], []
     if n < m and best[0] > 0:
