@@ -511,6 +511,11 @@ class TestSiblings:
             ours[f"middle.resnets.{n}.conv.weight"] = normal(8, 8)
             theirs[f"mid.block_{n + 1}.conv.weight"] = ours[f"middle.resnets.{n}.conv.weight"]
         assert not self.wrong(ours, theirs)
+        pair = [f"mid.block_{n}.conv.weight" for n in (1, 2)]
+        theirs |= {pair[0]: theirs[pair[1]], pair[1]: theirs[pair[0]]}
+        expected = {*pair, *(n for n in ours if n.startswith("middle"))}
+        assert self.wrong(ours, theirs) == expected
+        assert self.wrong(theirs, ours) == expected
 
 
 class TestZeros:

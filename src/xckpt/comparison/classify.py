@@ -8,7 +8,9 @@ conversion makes of this tensor (`Places`), the numbers have to be rounded as re
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from xckpt.comparison.arrangements import Padded, RopePermuted
@@ -89,8 +91,21 @@ class Places:
         place = self.place(side, name)
         if place is None or not place.slot:
             return None
-        numbers = tuple([number for _, number in place.indices])
-        return place.component, place.slot, place.param, numbers
+        numbers = [numbers[_slot_of(place)] for numbers in self._numbers]
+        if not (numbers[0] <= numbers[1] or numbers[1] <= numbers[0]):
+            return None  # the sides count from different numbers
+        return *_slot_of(place), _indices(place)
+
+    @cached_property
+    def _numbers(self) -> list[dict[tuple[str, ...], set[tuple[int, ...]]]]:
+        """The numbers of the tensors in each slot, of each side."""
+        sides = []
+        for side, structure in enumerate(self.structures):
+            numbers: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
+            for place in filter(None, [self.place(side, name) for name in structure]):
+                numbers[_slot_of(place)].add(_indices(place))
+            sides.append(numbers)
+        return sides
 
     def agree(self, a: str, b: str) -> bool:
         """Return whether two tensors are known to have the same place."""
@@ -154,6 +169,14 @@ class Places:
         return (stored is None or stored.adds_one is not False) and (
             added is None or added.adds_one is not True or stored is not None
         )
+
+
+def _slot_of(place: Place) -> tuple[str, str, str]:
+    return place.component, place.slot, place.param
+
+
+def _indices(place: Place) -> tuple[int, ...]:
+    return tuple([number for _, number in place.indices])
 
 
 # --- numbers --------------------------------------------------------------------------------------

@@ -250,7 +250,8 @@ class Rules:
                 for name, first, second in zip(names, *sides, strict=True)
                 if ranks[0][first] != ranks[1][second]
             ]
-            if set(sides[0]) == set(sides[1]) or len(wrong) <= len(group) / 3:
+            are_counted_alike = len({n - m for m, n in zip(*map(sorted, sides), strict=True)}) == 1
+            if are_counted_alike or len(wrong) <= len(group) / 3:
                 yield from wrong
 
     def _unconventional(self, conventions: Mapping[str, str]) -> Iterator[tuple[str, str]]:
