@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import xckpt.notebook  # noqa: F401  it registers the summary of an Index
 from xckpt import formats
-from xckpt.arrays.parts import PartReader
 from xckpt.elements import nbytes_of
 from xckpt.errors import (
     CheckpointError,
@@ -30,11 +29,10 @@ from xckpt.errors import (
 )
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select
-from xckpt.opening.files import SeveralFilesError, files_of, set_of
+from xckpt.opening.files import SeveralFilesError, file_name, files_of, set_of
 from xckpt.opening.hints import advising
 from xckpt.opening.merging import Opened, merge
-from xckpt.opening.ranks import join_ranks as joined_ranks
-from xckpt.opening.ranks import look_for_others
+from xckpt.opening.names import rank_of
 from xckpt.opening.reading import open_place, read_file, read_sibling
 from xckpt.quantization import assemble_weights, may_be_quantized, with_counts
 from xckpt.quantization.model import find_declaration, parse_json
@@ -111,9 +109,17 @@ def open_index(
         opened = open_each(files, format, format_options, mmap=mmap)
     source, index = _joined(*opened, format_options)
     if files.by == "ranks":
+        from xckpt.opening.ranks import join_ranks as joined_ranks
+
         with paused_collector():
             index = joined_ranks(index, opened[1], join_ranks)
-    elif files.by == "single" and files.name != opened[1][0].label:
+    elif (
+        files.by == "single"
+        and files.name != opened[1][0].label
+        and rank_of(file_name(opened[1][0].label)) is not None
+    ):
+        from xckpt.opening.ranks import look_for_others
+
         index = look_for_others(index, opened[1][0])
     if index.shards and source.is_free_to_check:
         index = _without_missing_shards(source, index)
@@ -225,6 +231,8 @@ def _with_weights(source: Source, index: Index) -> Index:
         return None if content is None else parse_json(content)
 
     def read(tensors: Sequence[Tensor]) -> list[bytes]:
+        from xckpt.arrays.parts import PartReader
+
         contents = dict.fromkeys([tensor.name for tensor in tensors], b"")
         by_source: dict[Source, list[Tensor]] = defaultdict(list)
         for tensor in tensors:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from xckpt.errors import CheckpointError, UnsupportedError, shown, some
 from xckpt.formats import chunks
-from xckpt.opening.files import file_name
-from xckpt.opening.names import numbers_of, rank_of
+from xckpt.opening.names import numbers_of
 from xckpt.opening.reading import read_sibling
 from xckpt.quantization.model import parse_json
 from xckpt.storage.source import first_file
@@ -62,9 +61,7 @@ def join_ranks(index: Index, opened: Sequence[Opened], mode: JoinRanks) -> Index
 
 
 def look_for_others(index: Index, opened: Opened) -> Index:
-    """Add a warning to the Index of the only file in a folder if it is one of several ranks."""
-    if rank_of(file_name(opened.label)) is None:
-        return index
+    """Add a warning to the Index of a file without others if the model has several ranks."""
     layout = Layout(index.attrs, _config_of(index, opened.source))
     count = layout.count_of({name: tensor.shape for name, tensor in index.tensors.items()})
     if not count:
