@@ -132,6 +132,11 @@ def test_stacked_tensors_have_the_same_groups(tmp_path: Path) -> None:
     xr.testing.assert_identical(flat.drop_attrs(), stacked.drop_attrs())
 
 
+def test_a_tensor_without_a_name_is_in_its_groups() -> None:
+    result = xckpt.stats({"": np.ones(3, "f4"), "l.0.w": np.ones(5, "f4")})
+    assert result.ckpt.by("dtype")["count"].sel(dtype="float32") == 8
+
+
 def test_tied_copies_count_once() -> None:
     tensors = {"embed.weight": np.ones((5, 4)), "lm_head.weight": np.ones((5, 4))}
     result = xckpt.stats(tensors)

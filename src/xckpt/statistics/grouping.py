@@ -356,7 +356,7 @@ def place_tensors(
             has_label &= has_values
         outside = [n for n, has in zip(names, has_label.tolist(), strict=True) if not has]
         shared, present = origin.shared if origin else {}, set(names)
-        is_copy = [shared.get(name, "") in present for name in names]
+        is_copy = [shared.get(name) in present for name in names]
         picked = np.flatnonzero(has_label & ~np.array(is_copy, np.bool_)).tolist()
         if not picked:
             raise ValueError(f"no tensor has all keys {', '.join(map(repr, keys))}")
