@@ -215,6 +215,18 @@ def test_names_in_one_column_are_cut_alike() -> None:
     assert apart(names, 80) == names
 
 
+def test_a_label_keeps_the_numbers_of_its_name() -> None:
+    names = [f"model.layers.{n}.{word}.weight" for n in (0, 10) for word in ("q", "x" * 40)]
+    first, second, third, fourth = apart(names, 30)
+    assert (first, third) == ("…0.q.weight", "…10.q.weight")
+    assert (second[:5], fourth[:6]) == ("…0.xx", "…10.xx")
+
+
+def test_a_tensor_without_a_name_has_quotes() -> None:
+    blocks = result_blocks(xckpt.stats({"": np.eye(3), "w": np.eye(3)})) or []
+    assert re.search(r'^ *"" ', to_text(blocks), re.MULTILINE)
+
+
 def test_columns_that_are_not_shown_are_counted() -> None:
     result = xckpt.stats({"w": np.eye(3)})
     text = " ".join(to_text(result_blocks(result) or [], 40).split())

@@ -105,12 +105,14 @@ def _starts(text: str) -> list[int]:
 
 
 def _depth(text: str, width: int) -> int:
-    """Return how many outer modules to omit from a name that is too long."""
+    """Return how many outer modules to omit from a name that is too long, but none with numbers."""
     if columns(text) <= width:
         return 0
     starts = _starts(text)
-    fitting = [n for n, start in enumerate(starts[:-1]) if len(text) - start < width]
-    return fitting[0] if fitting else max(0, len(starts) - 2)
+    last = max(0, len(starts) - 2)
+    numbered = (n for n, ends in enumerate(pairwise(starts)) if text[slice(*ends)][:-1].isdecimal())
+    fitting = (n for n, start in enumerate(starts[:-1]) if len(text) - start < width)
+    return min(next(fitting, last), next(numbered, last))
 
 
 def _outer(text: str, depth: int) -> tuple[str, ...]:

@@ -121,7 +121,7 @@ def frame_table(
     """
     top = frame if most is None else frame.iloc[:most]
     fields = [] if keys else [Field("tensor", "name")]
-    cells: list[Sequence[Cell]] = [] if keys else [list(map(str, top.index))]
+    cells: list[Sequence[Cell]] = [] if keys else [[str(name) or '""' for name in top.index]]
     drawn = next((name for name in _DRAWN if name in frame), "") if keys else ""
     for name in columns:
         values = top[name].tolist()
