@@ -211,6 +211,11 @@ GUESSES: dict[str, tuple[Callable[[Any], object], str]] = {
     "size": (lambda ds: ds.ckpt.stats().ckpt.table(sort="size"), "did you mean 'nbytes'"),
     "size of a model": (lambda ds: ds.ckpt.table(sort="size"), r"ds\.ckpt\.stats\(\)\.ckpt\.table"),
     "rule": (lambda ds: ds.ckpt.findings("nan"), "'nan' is a rule.*ignore="),
+    "attributes": (
+        lambda _: cast("Any", xckpt.read_index("m.npz")).metadata,
+        r"did you mean \.attrs",
+    ),
+    "shapes": (lambda _: cast("Any", xckpt.read_index("m.npz")).shapes, r"did you mean \.tensors"),
     "column": (lambda ds: ds.ckpt.stats().ckpt.table(sort="xyzzy"), "columns are "),
 }
 
@@ -239,6 +244,13 @@ def test_rows_of_a_table_are_arranged_as_by_commands() -> None:
     ]
 
 
+def test_a_table_begins_with_the_column_to_sort_by() -> None:
+    result = xckpt.stats("m.npz")
+    assert next(iter(result.ckpt.table(sort="kurtosis"))) == "kurtosis"
+    assert list(result.ckpt.by("layer").ckpt.table(sort="max"))[:2] == ["max", "tensors"]
+    assert next(iter(result.ckpt.table(sort="nbytes"))) == "nbytes"
+
+
 def save_run() -> None:
     Path("run").mkdir()
     for step in (1, 2):
@@ -259,7 +271,9 @@ COMMANDS = {
     "manifest m.npz --check m.json": "did you mean xckpt verify 'm.npz' --manifest JSON?",
     "manifest m.npz --xyzzy": "it has -o, --output",
     "info m.npz --sort size": "xckpt stats 'm.npz' --sort nbytes",
-    "stats m.npz --csv t.csv": "xckpt.stats('m.npz').ckpt.table().to_csv(new)",
+    "stats m.npz --csv t.csv": "xckpt.stats('m.npz').ckpt.table().to_csv('new.csv')",
+    "stats m.npz -o t.csv": "no option -o; --json > new.json writes a document",
+    "compare m.npz m.npz --out t.txt": "no option --out; it prints to the standard output",
     "stats m.npz --sort size": "did you mean 'nbytes'?",
     "resize a.npz": "in Python: xckpt.resize_adapter(path, new)",
     "merge m.npz a.npz": "in Python: xckpt.open(path).ckpt.merge(adapter)",

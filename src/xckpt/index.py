@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from math import prod
 from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, TypeVar
@@ -557,6 +558,15 @@ def is_json(value: Any, levels: int = DEEPEST_ATTRS) -> bool:
     return kind in {bool, float} or value is None
 
 
+# Names that people try, by the attribute of an Index.
+_INSTEAD = {
+    "attrs": "metadata meta attributes config",
+    "tensors": "names tensor_names shapes dtypes parameters params state_dict",
+    "nbytes": "size file_size",
+    "source": "path filename file",
+}
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Index(Mapping[str, "Tensor"]):
     """Contents of a file without its data: tensors, attributes, and the position of every byte.
@@ -683,6 +693,15 @@ class Index(Mapping[str, "Tensor"]):
         The values are the names of the earlier tensors.
         """
         return self.once(_owners_of_shared_data)
+
+    if not TYPE_CHECKING:  # or a type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            attributes = [field.name for field in fields(self) if field.init]
+            similar = [new for new, names in _INSTEAD.items() if name in names.split()]
+            similar += get_close_matches(name, attributes, 1)
+            hint = f"did you mean .{similar[0]}?" if similar else f"it has {', '.join(attributes)}"
+            raise AttributeError(f"an Index has no attribute {name!r}; {hint}")
 
     def __repr__(self) -> str:
         return repr(_views[0](self)) if _views else f"<Index of {self.source!r}>"

@@ -256,6 +256,13 @@ def test_advice_uses_options_of_the_command_line(
 _FORMAT_ONLY = {"dask.array", "numba", "pandas", "scipy", "xarray"}
 
 
+def test_the_list_of_commands_has_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2].partition("Exit status")[0]
+    assert all(line.endswith(".") for line in listed.split("\n") if line.strip())
+    assert "..." not in listed
+
+
 @pytest.mark.parametrize(
     ("arguments", "unneeded"),
     [

@@ -153,7 +153,7 @@ class _Commands(click.Group):
     "xckpt",
     cls=_Commands,
     epilog=_STATUSES,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 @click.version_option(__version__, message="xckpt %(version)s")
 def commands() -> None:

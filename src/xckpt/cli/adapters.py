@@ -30,10 +30,10 @@ def extract(
     overwrite: bool,
     as_json: bool,
 ) -> int:
-    """Write the differences of TUNED from BASE as a LoRA adapter, in a FOLDER that PEFT loads.
+    """Write the changes from BASE to TUNED as a LoRA adapter.
 
-    Each linear weight that differs gets factors of the lowest rank that keeps the energy, or of at
-    most the rank. It prints their ranks and energies.
+    PEFT loads the FOLDER. Each linear weight that differs gets factors of the lowest rank that
+    keeps the energy, or of at most the rank. It prints their ranks and energies.
     """
     from xckpt.adapting import extract_adapter
 

@@ -60,7 +60,7 @@ def info(
     keys: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Print a summary of FILE: size, element types, and patterns of names with shapes.
+    """Print a summary of FILE: sizes, element types, names, shapes.
 
     It lists the largest patterns, with --all all of them, and with --json every tensor. With
     --structure, it lists the role of the tensors, the kind of their modules, their axes, and what
@@ -179,7 +179,7 @@ def _unusual(**values: Any) -> dict[str, Any]:
 @click.argument("file")
 @click.argument("other", required=False)
 def browse(file: str, other: str | None, reading: FileInput) -> int:
-    """Browse FILE in the terminal: modules, a search, statistics, findings.
+    """Browse FILE in the terminal: modules, statistics, findings.
 
     With OTHER, also the differences between the two files. Values are read only for what is
     selected. It needs an extra: pip install 'xckpt[browse]'.
@@ -209,10 +209,11 @@ def browse(file: str, other: str | None, reading: FileInput) -> int:
 )
 @click.option("--fits", metavar="SIZE", help="Size of the memory, such as 24GiB.")
 def footprint(file: str, reading: FileInput, *, as_json: bool, **options: Any) -> int:
-    """Print what the model in FILE takes: its weights, and with --context its cache.
+    """Print the size of the model in FILE, and of its cache.
 
-    Sizes follow from the header and the config. With --fits, the exit status is 1 if the weights as
-    stored and the cache do not fit, and 2 if the size of the cache is unknown.
+    With --context, it also has the cache of this number of tokens. Sizes follow from the header and
+    the config. With --fits, the exit status is 1 if the weights as stored and the cache do not fit,
+    and 2 if the size of the cache is unknown.
     """
     from xckpt.entry import footprint as sizes
     from xckpt.notebook.footprint import footprint_blocks
@@ -241,10 +242,11 @@ _OF_STEPS = "statistics of each step: xckpt stats {file} --by step"
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("--changes", is_flag=True, help="Also compare the steps, and look for findings.")
 def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json: bool) -> int:
-    """Print the metrics of a training run by step: a folder, a glob, or several files.
+    """Print the metrics of a training run by step.
 
-    Only headers are read, and trainer_state.json. With --changes, also print the change of each
-    layer from step to step, of moments and of counters, and findings, which reads every step.
+    PATH is a folder, a glob, or one of several files. Only headers are read, and
+    trainer_state.json. With --changes, also print the change of each layer from step to step, of
+    moments and of counters, and findings, which reads every step.
     """
     from xckpt.health import run_blocks
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "pairs", "split_dims"]
 
 _REPEATED = "May be repeated."
+_REDIRECTED = "it prints to the standard output, which > PATH writes to a file"
 
 
 def _option(*spelling: str, text: str = "", **settings: Any) -> Callable[..., Any]:
@@ -51,10 +52,12 @@ def pairs(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _storage_options(
-    _context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, Any]:
     """Parse ``KEY=VALUE``; values that are not JSON are texts."""
     if texts and parameter.name == "old_storage_options":
+        if not all("=" in text for text in texts):  # the name of a new file
+            raise click.NoSuchOption("-o", ctx=context)
         deprecated_name("-o KEY=VALUE", "--storage-option KEY=VALUE", since="0.2")
     values: dict[str, Any] = {}
     for key, text in pairs(texts).items():
@@ -119,7 +122,8 @@ _OPTIONS: dict[str, Callable[..., Any]] = {
     "engine": _option(
         "--engine",
         type=click.Choice(names()),
-        text="Format of the file; detected from the content by default.",
+        metavar="FORMAT",
+        text=f"Format of the file, {', '.join(names())}; detected from the content by default.",
     ),
     "tensors": _option("--tensors", multiple=True, metavar="GLOB"),
     "exclude": _option("--exclude", multiple=True, metavar="GLOB"),
@@ -169,6 +173,7 @@ class _Command(click.Command):
             if meant:
                 value = f" {flags[meant].metavar}" if flags[meant].metavar else ""
                 hint = f"did you mean {_spelled(meant)}{value}?"
+            name = option_meant(name, self.elsewhere, exactly=True) or name
             if name in self.elsewhere:
                 file = next((text for text in arguments if not text.startswith("-")), "FILE")
                 hint = self.elsewhere[name].format(file=shown(file))
@@ -209,7 +214,7 @@ def command(options: str = "", **elsewhere: str) -> Callable[[Callable[..., Any]
             decorated = _OPTIONS[name](decorated)
         decorated.__click_params__ += stated
         built: _Command = click.command(cls=_Command)(decorated)
-        built.elsewhere = elsewhere
+        built.elsewhere = elsewhere if has_output else {"output": _REDIRECTED, **elsewhere}
         return built
 
     return decorate

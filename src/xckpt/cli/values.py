@@ -58,7 +58,10 @@ _WORDS = {
 # --- stats ---------------------------------------------------------------------------------------
 
 
-_AS_CSV = "--json prints a document; in Python: xckpt.stats({file}).ckpt.table().to_csv(new)"
+_AS_CSV = (
+    "--json > new.json writes a document; "
+    "in Python: xckpt.stats({file}).ckpt.table().to_csv('new.csv')"
+)
 
 
 @command(
@@ -231,11 +234,11 @@ def spectrum(
     keys: list[str] | None,
     as_json: bool,
 ) -> int:
-    """Print ranks, norms, condition and alpha, from the singular values of every matrix in FILE.
+    """Print ranks, norms, condition, alpha of every matrix in FILE.
 
-    A convolution counts as a matrix of out rows and in * kernel columns. Matrices with more than
-    2**27 elements, usually embeddings, are left out unless --tensors selects them. With --by, print
-    a row for each layer, role, ... instead.
+    They follow from the singular values. A convolution counts as a matrix of out rows and in *
+    kernel columns. Matrices with more than 2**27 elements, usually embeddings, are left out unless
+    --tensors selects them. With --by, print a row for each layer, role, ... instead.
     """
     from xckpt.statistics import OF_MATRICES, table
     from xckpt.statistics import spectrum as compute
@@ -567,7 +570,7 @@ def report(
     no_explain: bool,
     overwrite: bool,
 ) -> int:
-    """Write a report on FILE, or on the differences between FILE and OTHER.
+    """Write a report on FILE, or on its differences from OTHER.
 
     The report is a self-contained document without scripts. For one file it has a summary, the
     findings, and statistics along the layers; for two files the changes, their causes and sizes,

@@ -119,6 +119,8 @@ def table(
             frame[fact] = _facts(fact, frame.index, origin.structure)
     order = [] if "affected" in frame else [name for name in MAIN_COLUMNS if name in frame]
     order = ["tensors", *order] if "tensors" in frame else order
+    if (sort := options.get("sort")) in frame:  # where pandas shows it if the terminal is narrow
+        order = list(dict.fromkeys([sort, *order]))
     frame = frame[[*order, *(name for name in frame if name not in order)]]
     return arranged(frame, columns, **options)
 
