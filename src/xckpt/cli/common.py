@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from xckpt.formatting import printable
 from xckpt.index import StoredList
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import pandas as pd
     import xarray as xr
@@ -46,7 +45,6 @@ __all__ = [
     "print_document",
     "print_text",
     "renaming",
-    "require_columns",
     "require_rules",
     "usage_errors",
 ]
@@ -278,19 +276,6 @@ def _read_names(file: str) -> dict[str, str]:
         message = 'must be an object that maps old names to new ones, such as {"old": "new"}'
         raise click.UsageError(f"--names {file}: {message}")
     return names
-
-
-def require_columns(columns: Iterable[str], existing: Sequence[str]) -> None:
-    """Raise an error in usage for a column that does not exist."""
-    from xckpt.statistics.tables import column_meant
-
-    for column in columns:
-        if column not in existing:
-            similar = get_close_matches(column, existing, n=1)
-            hint = f"; did you mean {similar[0]!r}?" if similar else ""
-            hint = column_meant(column) if "nbytes" in existing and not similar else hint
-            reason = f"there is no column {column!r}, only {', '.join(existing)}"
-            raise click.UsageError(reason + hint)
 
 
 def require_rules(ignore: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xckpt.cli.common import FileInput
+from xckpt.cli.tables import TableInput
 from xckpt.errors import deprecated_name, shown
 from xckpt.formats import names
 from xckpt.options import option_meant, text_of
@@ -183,8 +184,9 @@ class _Command(click.Command):
 def command(options: str = "", **elsewhere: str) -> Callable[[Callable[..., Any]], click.Command]:
     """Make a command with shared options, those for reading included.
 
-    The command gets options for reading as the `FileInput` ``reading``. `elsewhere` has the
-    commands with options that this one lacks, by option.
+    The command gets options for reading as the `FileInput` ``reading``, and options for tables as
+    the `TableInput` ``asked``. `elsewhere` has the commands with options that this one lacks, by
+    option.
     """
     chosen = options.split()
 
@@ -202,6 +204,10 @@ def command(options: str = "", **elsewhere: str) -> Callable[[Callable[..., Any]
             selection = {name: arguments.pop(name) for name in ("tensors", "exclude", "only")}
             access = {**(old_storage_options or {}), **storage_options} or None
             reading = FileInput(engine, access, **selection, progress=progress, cache=not no_cache)
+            if "sort" in chosen:
+                names = ("columns", "sort", "ascending", "limit")
+                asked = {name: arguments.pop(name) for name in names}
+                arguments["asked"] = TableInput(**asked, keys=arguments.pop("keys") or ())
             return function(reading=reading, **arguments)
 
         stated: list[click.Parameter] = getattr(function, "__click_params__", [])

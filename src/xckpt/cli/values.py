@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,32 +19,30 @@ from xckpt.cli.common import (
     print_blocks,
     print_document,
     renaming,
-    require_columns,
     require_rules,
     usage_errors,
 )
-from xckpt.cli.groups import grouped_table, print_groups
 from xckpt.cli.options import command
+from xckpt.formatting import counted
 from xckpt.options import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import pandas as pd
     import xarray as xr
 
+    from xckpt.cli.tables import TableInput
     from xckpt.datasets.tensors import OpenTensors
 
 __all__ = ["compare", "report", "spectrum", "stats"]
 
-_FACTS = ("dtype", "shape", "nbytes")
 _STATISTICS = ("dtype", "shape", "mean", "std", "min", "max", "nan", "inf", "zero")
 #: Columns that a narrow terminal shows rather than others.
 _MAIN_STATISTICS, _MAIN_MEASURES = ("mean", "std", "nan", "inf"), ("status", "rel_l2")
 _MAIN_OF_EXPLAINED = ("rel_l2", "cause", "explanation")
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
 _EXPLAINED = ("outcome", "cause", "rel_l2", "explanation")
-_MOST_ROWS = 20
 _WORDS = {
     "changed": "changed",
     "close": "close",
@@ -54,6 +51,7 @@ _WORDS = {
     "shape": "of another shape",
     "unreadable": "unreadable",
 }
+_OUTCOMES = ("unreadable", "changed", "unmatched", "explained", "equal")
 
 # --- stats ---------------------------------------------------------------------------------------
 
@@ -77,25 +75,17 @@ _AS_CSV = (
     multiple=True,
     help=f"{text_of('quantiles')} May be repeated.",
 )
-@click.option(
-    "--exact-quantiles",
-    is_flag=True,
-    help=text_of("exact_quantiles"),
-)
+@click.option("--exact-quantiles", is_flag=True, help=text_of("exact_quantiles"))
 def stats(
     file: str,
     reading: FileInput,
+    asked: TableInput,
     *,
     only_findings: bool,
     ignore: tuple[str, ...],
-    columns: list[str] | None,
-    sort: str | None,
-    ascending: bool | None,
-    limit: int | None,
     dims: dict[str | int, int | None] | None,
     quantiles: tuple[float, ...],
     exact_quantiles: bool,
-    keys: list[str] | None,
     as_json: bool,
 ) -> int:
     """Print statistics of every tensor in FILE, computed in one pass.
@@ -108,70 +98,55 @@ def stats(
     """
     from xckpt.statistics import QUANTILES, statistic_names, table
     from xckpt.statistics import stats as compute
-    from xckpt.statistics.tables import arranged
+    from xckpt.statistics.tables import FACTS
 
-    facts = () if dims else _FACTS
-    existing = [*facts, *statistic_names(quantiles or QUANTILES)]
-    default = [name for name in _STATISTICS if name in existing]
+    computed = statistic_names(quantiles or QUANTILES)
+    existing = computed if dims else [*FACTS, *computed]
     requested = [name for name in statistic_names(quantiles) if name not in statistic_names(())]
-    of_columns = None if sort in (keys or ()) else sort
-    chosen = _chosen(columns or default, existing, of_columns, *requested)
-    most_wanted = [sort or "", *_MAIN_STATISTICS]
-    order: dict[str, Any] = {"sort": sort, "ascending": ascending, "limit": limit}
+    columns = asked.choose(existing, [n for n in _STATISTICS if n in existing], requested)
     require_rules(ignore)
-    if dims and (only_findings or keys):
+    if dims and (only_findings or asked.keys):
         raise click.UsageError("--findings and --by are of whole tensors: leave --dim out")
-    tensors = reading.contents(file, keys or ())
+    tensors = reading.contents(file, asked.keys)
     document: dict[str, Any] = {"source": _source(file, tensors), "format": tensors.format}
     options: dict[str, Any] = {
         **reading.scanning,
         "exact_quantiles": exact_quantiles,
         "quantiles": quantiles or QUANTILES,
     }
-    findings_frame = None
+    found = None
     if only_findings:
         from xckpt.health import examine
 
-        result, findings_frame = examine(tensors, ignore=ignore, **options)
+        result, found = examine(tensors, ignore=ignore, **options)
     else:
         with usage_errors():
             result = compute(tensors, **options, dim=list(dims) if dims else None)
-    status = int(findings_frame is not None and calls_for_action(findings_frame))
-    if keys:
-        groups = grouped_table(result if findings_frame is None else findings_frame, keys, order)
-        listed, preferred = (list(groups), []) if only_findings else (chosen, most_wanted)
-        print_groups(groups, listed, document if as_json else None, preferred)
+    status = int(found is not None and calls_for_action(found))
+    if asked.keys:
+        of_json = document if as_json else None
+        if found is None:
+            asked.print_groups(result, columns, _MAIN_STATISTICS, of_json)
+        else:
+            asked.print_groups(found, None, (), of_json)
         return status
     frame = table(result) if dims else _with_facts(table(result), tensors)
     if as_json:
         from xckpt.health import findings
 
-        document |= {"tensors": json_rows(arranged(frame, **order))}
-        if findings_frame is None and not dims:
-            findings_frame = findings(result, ignore=ignore)
-        records = [] if findings_frame is None else findings_frame.to_dict("records")
-        print_document({**document, "findings": records})
-    elif findings_frame is None:
-        _print_statistics(frame, chosen, order, most_wanted)
+        document["tensors"] = json_rows(asked.arrange(frame, asked.limit))
+        if found is None and not dims:
+            found = findings(result, ignore=ignore)
+        print_document({**document, "findings": [] if found is None else found.to_dict("records")})
+    elif found is None:
+        _print_statistics(frame, columns, asked, _MAIN_STATISTICS)
     else:
         from xckpt.health import findings_blocks
 
-        if findings_frame.empty:
+        if found.empty:
             complain("no findings")
-        print_blocks(findings_blocks(findings_frame.head(limit)))
+        print_blocks(findings_blocks(found.head(asked.limit)))
     return status
-
-
-def _chosen(columns: Sequence[str], existing: Sequence[str], *extra: str | None) -> list[str]:
-    """Return the columns to print, including the `extra` ones, such as the column to sort by."""
-    from xckpt.statistics.tables import NAMES_OF_ROWS
-
-    chosen = list(existing) if list(columns) == ["all"] else list(columns)
-    chosen = [name for name in chosen if name not in NAMES_OF_ROWS]
-    names = [name for name in extra if name is not None and name not in NAMES_OF_ROWS]
-    chosen += [name for name in names if name not in chosen]
-    require_columns(chosen, existing)  # before the pass, which may take an hour
-    return chosen
 
 
 def _source(file: str, tensors: OpenTensors) -> str:
@@ -199,21 +174,12 @@ def _with_facts(frame: pd.DataFrame, opened: OpenTensors) -> pd.DataFrame:
 
 
 def _print_statistics(
-    frame: pd.DataFrame, chosen: list[str], order: dict[str, Any], most_wanted: Sequence[str]
+    frame: pd.DataFrame, columns: Sequence[str], asked: TableInput, wanted: Sequence[str]
 ) -> None:
-    from xckpt.statistics import frame_table
-    from xckpt.statistics.tables import arranged
-
-    limit, count = order["limit"], len(frame)
-    frame = arranged(frame, **order | {"limit": _row_limit(limit)})
-    print_blocks([frame_table(frame, chosen, wanted=most_wanted)])
-    if limit is None and len(frame) < count:
-        complain(f"the first {len(frame)} of {count:,} tensors; --limit {count} prints all")
-
-
-def _row_limit(limit: int | None) -> int | None:
-    """Return the number of rows to print; in a terminal twenty unless the user states another."""
-    return _MOST_ROWS if limit is None and sys.stdout.isatty() else limit
+    asked.print(frame, columns, wanted)
+    if asked.limit is None and asked.most is not None and len(frame) > asked.most:
+        count = len(frame)
+        complain(f"the first {asked.most} of {count:,} tensors; --limit {count} prints all")
 
 
 # --- spectrum ------------------------------------------------------------------------------------
@@ -223,16 +189,7 @@ def _row_limit(limit: int | None) -> int | None:
 @click.argument("file")
 @click.option("--minus", metavar="FILE", help="Analyse the differences from this checkpoint.")
 def spectrum(
-    file: str,
-    reading: FileInput,
-    *,
-    minus: str | None,
-    columns: list[str] | None,
-    sort: str | None,
-    ascending: bool | None,
-    limit: int | None,
-    keys: list[str] | None,
-    as_json: bool,
+    file: str, reading: FileInput, asked: TableInput, *, minus: str | None, as_json: bool
 ) -> int:
     """Print ranks, norms, condition, alpha of every matrix in FILE.
 
@@ -242,34 +199,48 @@ def spectrum(
     """
     from xckpt.statistics import OF_MATRICES, table
     from xckpt.statistics import spectrum as compute
-    from xckpt.statistics.tables import arranged
+    from xckpt.statistics.tables import FACTS
 
-    chosen = _chosen(
-        columns or OF_MATRICES, OF_MATRICES, None if sort in {*_FACTS, *(keys or ())} else sort
-    )
-    order: dict[str, Any] = {"sort": sort, "ascending": ascending, "limit": limit}
-    tensors = reading.contents(file, keys or ())
+    columns = asked.choose([*FACTS, *OF_MATRICES], OF_MATRICES)
+    statistics = [name for name in columns if name not in FACTS]
+    tensors = reading.contents(file, asked.keys)
     result = compute(
         tensors,
         **reading.selection,
         **reading.scanning,
         minus=None if minus is None else reading.contents(minus),
-        statistics=chosen,
+        statistics=statistics,
     )
     document: dict[str, Any] = {"source": _source(file, tensors)}
-    if keys:
-        groups = grouped_table(result, keys, order)
-        print_groups(groups, chosen, document if as_json else None, [sort or ""])
+    if asked.keys:
+        asked.print_groups(result, statistics, (), document if as_json else None)
         return 0
     frame = _with_facts(table(result), tensors)
     if as_json:
-        print_document({**document, "tensors": json_rows(arranged(frame, **order))})
+        print_document({**document, "tensors": json_rows(asked.arrange(frame, asked.limit))})
     else:
-        _print_statistics(frame, ["dtype", "shape", *chosen], order, [sort or "", *chosen])
+        listed = list(dict.fromkeys(["dtype", "shape", *columns]))
+        _print_statistics(frame, listed, asked, statistics)
     return 0
 
 
 # --- compare -------------------------------------------------------------------------------------
+
+
+def _bounds(
+    _context: click.Context, _parameter: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, float]:
+    """Parse --fail-above: measures with their bounds."""
+    bounds: dict[str, float] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            bounds[name.strip()] = float(value)
+        except ValueError:
+            reason = f"{value!r} is not a number" if equals else "it takes MEASURE=VALUE"
+            message = f"--fail-above {text}: {reason}, such as rel_l2=1e-3"
+            raise click.UsageError(message) from None
+    return bounds
 
 
 @command("columns sort ascending limit names rename dim by no-cache progress json")
@@ -292,9 +263,9 @@ def spectrum(
 )
 @click.option(
     "--fail-above",
-    "bounds",
     multiple=True,
     metavar="MEASURE=VALUE",
+    callback=_bounds,
     help="Tensors that differ by at most this, such as rel_l2=1e-3, are close, and no failure. May "
     "be repeated.",
 )
@@ -303,23 +274,15 @@ def compare(
     a: str,
     b: str,
     reading: FileInput,
+    asked: TableInput,
     *,
     everything: bool,
-    explain: bool,
-    adapter: str | None,
-    columns: list[str] | None,
-    sort: str | None,
-    ascending: bool | None,
-    limit: int | None,
     rename: tuple[tuple[str, str], ...],
     names: str | None,
     dims: dict[str | int, int | None] | None,
-    codes: bool,
     write_names: str | None,
-    bounds: tuple[str, ...],
-    ignore_attrs: bool,
-    keys: list[str] | None,
     as_json: bool,
+    **options: Any,
 ) -> int:
     """Print how much the tensors of A and B differ.
 
@@ -333,26 +296,33 @@ def compare(
     More than twelve differences are also summarised in sentences: which modules changed, and by how
     much. In a terminal the table then has twenty rows, unless --limit states another number.
     """
+    from xckpt.comparison import MEASURES
     from xckpt.comparison import compare as compute
     from xckpt.labels.filters import suggest_filters
     from xckpt.statistics import (
+        EXPLANATION_COLUMNS,
         OF_CODES,
         attribute_sentence,
         comparison_lines,
         matched_names,
         table,
     )
-    from xckpt.statistics.tables import arranged
+    from xckpt.statistics import stats as compute_stats
     from xckpt.storage import write_file
 
-    explain = explain or adapter is not None
     matching = renaming(rename, names)
-    of_tensors = {"--adapter": adapter, "--explain": explain, "--codes": codes, "--by": keys}
-    _require_whole_tensors(dims, {**of_tensors, "--write-names": write_names})
-    if keys and explain:
+    explain = options["explain"] = options["explain"] or options["adapter"] is not None
+    of_tensors = {"--adapter": options["adapter"], "--explain": explain}
+    of_tensors |= {"--codes": options["codes"], "--by": asked.keys, "--write-names": write_names}
+    if dims and (used := [option for option, value in of_tensors.items() if value]):
+        raise click.UsageError(f"{used[0]} is of whole tensors: leave --dim out")
+    if asked.keys and explain:
         raise click.UsageError("--explain describes single tensors: leave --by out")
-    of_columns = None if sort in (keys or ()) else sort
-    chosen = _compared(columns, of_columns, codes=codes, explain=explain)
+    of_codes = OF_CODES if options["codes"] else ()
+    of_explained = EXPLANATION_COLUMNS if explain else ()
+    default = _EXPLAINED if explain else _MEASURES
+    columns = asked.choose([*MEASURES, *of_codes, *of_explained], default, of_codes)
+    columns = columns if explain else list(dict.fromkeys(["status", *columns]))
     if write_names is not None and os.path.lexists(write_names):  # before the pass
         raise click.UsageError(f"{write_names} already exists")
     both = replace(reading, tensors=(), exclude=(), only=None)
@@ -363,41 +333,39 @@ def compare(
             ours,
             theirs,
             names=matching,
-            **reading.selection,
             dim=dims,
-            codes=codes,
-            explain=explain,
-            adapter=adapter,
-            fail_above=_bounds(bounds),
-            ignore_attrs=ignore_attrs,
+            **options,
+            **reading.selection,
             **reading.scanning,
             storage_options=reading.storage_options,
         )
-    frame = table(result)
-    most_wanted = [sort or "", *(_MAIN_OF_EXPLAINED if explain else _MAIN_MEASURES), *OF_CODES]
     if write_names is not None:
-        text = json.dumps(matched_names(result), indent=1) + "\n"
-        write_file(write_names, text.encode("ascii"))
+        write_file(write_names, f"{json.dumps(matched_names(result), indent=1)}\n".encode("ascii"))
+    frame = asked.arrange(table(result))
     if frame.empty and reading.tensors:
         hint = suggest_filters([*ours.names, *theirs.names], list(reading.tensors))
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}{hint}")
-    frame = arranged(frame, sort=sort, ascending=ascending)
-    is_good, conclusion = _conclusion(result, frame, has_bounds=bool(bounds))
+    is_good, conclusion = _conclusion(result, frame, has_bounds=bool(options["fail_above"]))
+    document = {"a": a, "b": b, **conclusion}
     sentences = [] if dims else [str(line) for line in comparison_lines(frame)]
-    if keys:
-        norms = _stats_for_groups(frame, ours, reading)
-        order: dict[str, Any] = {"sort": sort, "ascending": ascending, "limit": limit}
-        groups = grouped_table(result, keys, order, stats=norms)
-        document = {"a": a, "b": b, **conclusion} if as_json else None
-        listed = ["changed", "only_a", "only_b", *chosen]
-        print_groups(groups, listed, document, ["changed", *most_wanted])
+    wanted = [*(_MAIN_OF_EXPLAINED if explain else _MAIN_MEASURES), *OF_CODES]
+    if asked.keys:
+        # The comparison may have skipped the values of equal tensors, whose norms groups need.
+        needs_norms = {"same", "changed"} <= set(frame["status"])
+        norms = compute_stats(ours, **reading.scanning) if needs_norms else None
+        asked.print_groups(
+            result,
+            ["changed", "only_a", "only_b", *columns],
+            ["changed", *wanted],
+            document if as_json else None,
+            stats=norms,
+        )
     elif as_json:
-        rows = json_rows(frame)
-        print_document({"a": a, "b": b, **conclusion, "summary": sentences, "tensors": rows})
+        print_document({**document, "summary": sentences, "tensors": json_rows(frame)})
     else:
-        unit = "channels" if dims else "tensors"
-        show = _TableOptions(unit, chosen, most_wanted, _row_limit(limit), everything=everything)
-        _print_differences(frame, result.attrs.get("explanation"), sentences, show)
+        _print_sentences(frame, result.attrs.get("explanation"), sentences)
+        _print_rows(frame, columns, asked, wanted, everything=everything)
+        _print_numbers(frame, "channel" if dims else "tensor")
         if sentence := attribute_sentence(result, "--json lists all"):
             complain(sentence)
     return int(not is_good)
@@ -421,129 +389,69 @@ def _conclusion(
     return bool(is_good.all()) and not changes, conclusion
 
 
-class _TableOptions(NamedTuple):
-    """The rows and the columns of a comparison to print."""
-
-    unit: str  # of a row: tensors, or channels
-    columns: list[str]
-    most_wanted: list[str]  # of the columns, if the terminal is narrow
-    limit: int | None  # of the rows
-    everything: bool  # whether equal tensors are rows
+def _is_exception(frame: pd.DataFrame) -> pd.Series[bool]:
+    """Return which tensors differ without an explanation."""
+    return frame["outcome"] != "explained" if "outcome" in frame else frame["status"] != "same"
 
 
-def _print_differences(
-    frame: pd.DataFrame, explanation: str | None, sentences: Sequence[str], show: _TableOptions
+def _print_sentences(
+    frame: pd.DataFrame, explanation: str | None, sentences: Iterable[str]
 ) -> None:
-    """Print sentences about many differences, then a table of them."""
     from xckpt.notebook.changes import FEW_TENSORS
     from xckpt.notebook.documents import Sentence
 
-    is_explained = "outcome" in frame
-    is_listed = frame["outcome"] != "explained" if is_explained else frame["status"] != "same"
     blocks = [] if explanation is None else [Sentence("lead", explanation)]
-    if is_listed.sum() > FEW_TENSORS:
+    if _is_exception(frame).sum() > FEW_TENSORS:
         blocks += [Sentence("", sentence) for sentence in sentences]
     print_blocks(blocks)
-    print_frame = _print_explanations if is_explained else _print_comparison
-    print_frame(frame, show)
 
 
-def _bounds(texts: Sequence[str]) -> dict[str, float]:
-    """Parse --fail-above: measures with their bounds."""
-    bounds: dict[str, float] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        try:
-            bounds[name.strip()] = float(value)
-        except ValueError:
-            reason = f"{value!r} is not a number" if equals else "it takes MEASURE=VALUE"
-            message = f"--fail-above {text}: {reason}, such as rel_l2=1e-3"
-            raise click.UsageError(message) from None
-    return bounds
-
-
-def _require_whole_tensors(dims: object, options: dict[str, Any]) -> None:
-    """Raise an error in usage if --dim is combined with an option for whole tensors."""
-    used = [option for option, value in options.items() if value]
-    if dims and used:
-        raise click.UsageError(f"{used[0]} is of whole tensors: leave --dim out")
-
-
-def _compared(
-    columns: Sequence[str] | None, sort: str | None, *, codes: bool, explain: bool
-) -> list[str]:
-    """Return the columns of a comparison to print."""
-    from xckpt.comparison import MEASURES
-    from xckpt.statistics import OF_CODES
-    from xckpt.statistics.tables import EXPLANATION_COLUMNS as COLUMNS
-
-    more = OF_CODES if codes else ()
-    columns = columns or (_EXPLAINED if explain else _MEASURES)
-    chosen = _chosen(columns, [*MEASURES, *more, *(COLUMNS if explain else ())], *more, sort)
-    return list(dict.fromkeys([*([] if explain else ["status"]), *chosen]))
-
-
-def _stats_for_groups(
-    frame: pd.DataFrame, ours: OpenTensors, reading: FileInput
-) -> xr.Dataset | None:
-    """Return statistics with the norms of equal tensors, if groups of a comparison need them."""
-    from xckpt.statistics import stats as compute_stats
-
-    # The comparison may have skipped the values of equal tensors.
-    needs_norms = {"same", "changed"} <= set(frame["status"])
-    return compute_stats(ours, **reading.scanning) if needs_norms else None
-
-
-def _print_explanations(frame: pd.DataFrame, show: _TableOptions) -> None:
-    """Print the unexplained tensors, then patterns of the names of the explained ones."""
+def _print_rows(
+    frame: pd.DataFrame,
+    columns: Sequence[str],
+    asked: TableInput,
+    wanted: Sequence[str],
+    *,
+    everything: bool,
+) -> None:
+    """Print the tensors that differ, then patterns of the names of explained ones."""
     from xckpt.notebook.documents import Field, Table
     from xckpt.notebook.folding import fold
     from xckpt.statistics import represented
     from xckpt.tensor_rows import Row
 
-    is_good = frame["outcome"] == "explained"
-    exceptions, explained = frame[~is_good], frame[is_good]
-    is_represented = represented(frame)
-    exceptions = exceptions[~is_represented[~is_good]]
-    if not exceptions.empty:
-        _print_rows(exceptions, show)
-    rows = [
-        Row(f"{name} -> {partner}" if partner else name, cause, (), 0)
-        for name, cause, partner, is_partner in zip(
-            explained.index,
-            explained["cause"],
-            explained["other_names"],
-            is_represented[is_good],
-            strict=True,
-        )
-        if not is_partner and (show.everything or cause != "equal")
-    ]
-    if rows:
-        fields = [Field("explained", "name"), Field("tensors", "count"), Field("cause", "word")]
-        patterns = fold(rows)[: show.limit]
-        print_blocks([Table(fields, [(p.text, p.count, p.dtype) for p in patterns])])
-    is_equal = is_good & (frame["cause"] == "equal")
-    counts = Counter(frame["outcome"].mask(is_equal, "equal")[~is_represented])
-    kinds = ("unreadable", "changed", "unmatched", "explained", "equal")
-    facts = [f"{counts[kind]:,} {kind}" for kind in kinds if counts[kind]]
-    complain(f"{sum(counts.values()):,} tensors: {', '.join(facts) or 'none'}")
-
-
-def _print_comparison(frame: pd.DataFrame, show: _TableOptions) -> None:
-    """Print the rows of tensors that differ, and the number of all rows by status."""
-    listed = frame if show.everything else frame[frame["status"] != "same"]
+    is_listed = _is_exception(frame)
+    if "outcome" not in frame:
+        listed = frame if everything else frame[is_listed]
+        explained = frame[:0]
+    else:
+        is_partner = represented(frame)
+        listed, explained = frame[is_listed & ~is_partner], frame[~(is_listed | is_partner)]
+        if not everything:
+            explained = explained[explained["cause"] != "equal"]
     if not listed.empty:
-        _print_rows(listed, show)
-    counts = Counter(frame["status"])
-    facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
-    unit = show.unit if len(frame) != 1 else show.unit.removesuffix("s")
-    complain(f"{len(frame):,} {unit}: {', '.join(facts) or 'all are the same'}")
+        asked.print(listed, columns, wanted)
+    if not explained.empty:
+        triples = zip(explained.index, explained["cause"], explained["other_names"], strict=True)
+        rows = [Row(f"{a} -> {b}" if b else a, cause, (), 0) for a, cause, b in triples]
+        fields = [Field("explained", "name"), Field("tensors", "count"), Field("cause", "word")]
+        patterns = fold(rows)[: asked.most]
+        print_blocks([Table(fields, [(p.text, p.count, p.dtype) for p in patterns])])
 
 
-def _print_rows(listed: pd.DataFrame, show: _TableOptions) -> None:
-    from xckpt.statistics import frame_table
+def _print_numbers(frame: pd.DataFrame, unit: str) -> None:
+    """Print the number of tensors, and of tensors with each status or outcome."""
+    from xckpt.statistics import represented
 
-    print_blocks([frame_table(listed.head(show.limit), show.columns, wanted=show.most_wanted)])
+    if "outcome" in frame:
+        is_equal = (frame["outcome"] == "explained") & (frame["cause"] == "equal")
+        kinds = frame["outcome"].mask(is_equal, "equal")[~represented(frame)]
+        words, without = dict(zip(_OUTCOMES, _OUTCOMES, strict=True)), "none"
+    else:
+        kinds, words, without = frame["status"], _WORDS, "all are the same"
+    counts = Counter(kinds)
+    facts = [f"{counts[kind]:,} {word}" for kind, word in words.items() if counts[kind]]
+    complain(f"{counted(len(kinds), unit)}: {', '.join(facts) or without}")
 
 
 # --- report --------------------------------------------------------------------------------------

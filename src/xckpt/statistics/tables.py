@@ -119,7 +119,7 @@ def table(
             frame[fact] = _facts(fact, frame.index, origin.structure)
     order = [] if "affected" in frame else [name for name in MAIN_COLUMNS if name in frame]
     order = ["tensors", *order] if "tensors" in frame else order
-    if (sort := options.get("sort")) in frame:  # where pandas shows it if the terminal is narrow
+    if (sort := options.get("sort")) and sort in frame:  # where pandas always shows it
         order = list(dict.fromkeys([sort, *order]))
     frame = frame[[*order, *(name for name in frame if name not in order)]]
     return arranged(frame, columns, **options)
