@@ -49,8 +49,6 @@ def summary(
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to describe.
     by : {"pattern", "dtype", "layer", "role", "kind", "module", "component", "step"}, optional
         One row for each pattern of names, stored element type, numbered module, role (weights,
         moments of an optimizer, ...), kind of module (linear, norm, ...), module without its
@@ -117,8 +115,6 @@ def structure(
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to describe.
     name : str, optional
         Name of a tensor whose reasons to list.
 
@@ -159,11 +155,6 @@ def adapters(obj: Any) -> pd.DataFrame:
     Only ``adapter_config.json`` next to the file is read, and scalars called ``alpha``. Factors
     of PEFT, diffusers, kohya, MLX and llama.cpp are known by their names.
 
-    Parameters
-    ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to describe.
-
     Returns
     -------
     pandas.DataFrame
@@ -197,8 +188,6 @@ def updates(obj: Any, scale: float | None = None) -> Dataset:
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to describe.
     scale : float, optional
         Scale of adapters that state none; without it, they are left out with a warning.
 
@@ -241,8 +230,6 @@ def tree(
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to describe.
     depth : int, default 3
         Number of levels.
 

@@ -34,8 +34,6 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to select from.
     other : path, mapping, xarray.Dataset, xarray.DataArray or xarray.DataTree
         LoRA or DoRA adapter, as a folder or file, or updates by the names of the tensors that
         they are added to, such as ``lora.ckpt.updates()`` or ``b - c``.
@@ -91,8 +89,6 @@ def stack(
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to select from.
     modules : True, str, or list of str, default True
         Modules whose numbers become dimensions; all by default.
     join : {"exact", "outer"}, default "exact"
@@ -125,11 +121,6 @@ def stack(
 def unstack(obj: Obj) -> Obj:
     """Split stacked tensors into one variable for each tensor, the inverse of `stack`.
 
-    Parameters
-    ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to select from.
-
     Returns
     -------
     xarray.Dataset or xarray.DataTree
@@ -157,8 +148,6 @@ def sel(obj: Obj, /, **modules: int | Sequence[int] | slice) -> Obj:
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to select from.
     **modules : int, list of int, or slice
         ``layers=17``, ``layers=[0, 23]`` or ``layers=slice(4, 8)``, whose end is included.
 
@@ -187,8 +176,6 @@ def isel(obj: Obj, /, **modules: int | Sequence[int] | slice) -> Obj:
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to select from.
     **modules : int, list of int, or slice
         ``layers=-1`` is the last layer.
 
@@ -226,8 +213,6 @@ def find(
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to select from.
     dtype : str or dtype, or a list of these, optional
         Stored element type: ``"bfloat16"`` or ``"bf16"``, ``numpy.float32``.
     min_bytes : int or str, default 0
@@ -263,8 +248,6 @@ def by_base_id(obj: Any, base_id: int | bytes | str) -> DataArray:
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object to select from.
     base_id : int, bytes or str
         Number, 16 bytes as in a checkpoint, or 32 hexadecimal digits as in the attribute
         ``base_id``.
