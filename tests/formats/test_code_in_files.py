@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import array
 import builtins
+import bz2
+import gzip
 import io
 import json
+import lzma
 import marshal
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
+import tarfile
+import time
 import zipfile
+import zlib
 from argparse import Namespace
 from collections import OrderedDict, defaultdict, deque
 from contextlib import redirect_stdout
@@ -19,6 +27,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -175,11 +184,22 @@ PICKLES: dict[str, bytes] = {
     "a result that is dropped": REDUCE + b"0}",
     "before an error": REDUCE + b"0\xff",
     "before a wrong frame": REDUCE + b"0\x95" + struct.pack("<Q", 1 << 40),
+    "arguments in a computed tuple": files.name("numpy.testing._private.utils", "runstring")
+    + files.called(builtin("tuple"), b"](" + files.text(EVAL) + b"}e")
+    + b"R",
+    "after an integer of base 16": b"I0x10\n0" + REDUCE,
+    "after an integer with underscores": b"L1_0L\n0" + REDUCE,
+    "after an item of a list": b"]K\1aK\0K\2s0" + REDUCE,
+    "bytes of torch.save": files.called(
+        files.name("torch.storage", "_load_from_bytes"),
+        b"B" + struct.pack("<I", len(REDUCE) + 1) + REDUCE + b".",
+    ),
     "a key": b"}" + REDUCE + b"Ns",
     "deep": b"](" * 900 + REDUCE + b"e" * 900,
 }
 # These stop with an error before they call it, as their functions do not take the argument.
 FAILING = {"a generator of NumPy", "a constructor of NumPy"}
+FAILING |= {"bytes of torch.save"}  # without PyTorch
 
 
 def pickled(value: bytes) -> bytes:
@@ -292,6 +312,37 @@ def inner_zip(level: int) -> bytes:
     return data
 
 
+def joblib_array(dtype: bytes, data: bytes, shape: int = 2) -> bytes:
+    """Return an array as joblib writes it: its values follow, in the middle of the pickle."""
+    entries = {
+        "subclass": files.name("numpy", "ndarray"),
+        "shape": files.several(b"K" + bytes((shape,))),
+        "order": files.text("C"),
+        "dtype": files.called(files.name("numpy", "dtype"), dtype, b"\x89", b"\x88"),
+        "numpy_array_alignment_bytes": b"K\x10",
+    }
+    wrapper = instance(files.name("joblib.numpy_pickle", "NumpyArrayWrapper"))
+    return wrapper + files.mapping(entries) + b"b" + data
+
+
+NUMBERS = joblib_array(files.text("f8"), b"\3xxx" + b"\xff" * 16)
+
+
+def tar(**members: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+# Of PyTorch before 0.2; a storage is a pickle, a count, and raw values.
+OLD = {"sys_info": pickled(b"}"), "storages": pickled(b"K\0"), "tensors": pickled(b"K\0")}
+OLD |= {"pickle": pickled(b"}")}
+RAW = pickled(b"K\1") + pickled(b"N") + b"\1" + bytes(7) + b"\xff" * 4
+
 ARRAYS = {"w": np.ones(3, np.float32)}
 GOOD = {"m/data.pkl": files.pickled(b"}"), "m/version": b"3\n"}
 # Names and contents of files.
@@ -315,6 +366,26 @@ CONTAINERS: dict[str, tuple[str, bytes]] = {
     "a pickle alone": ("m.pkl", pickled(REDUCE)),
     "a pickle alone, named otherwise": ("m.pt", pickled(REDUCE)),
     "a pickle of protocol 0": ("m.pkl", REDUCE + b"."),
+    "a pickle that begins with a mark": ("m.pkl", f"(S'canary'\ni{NAME}\nmkdir\n.".encode()),
+    "a pickle in gzip": ("m.pkl.gz", gzip.compress(pickled(REDUCE))),
+    "a pickle in bzip2": ("m.pkl.bz2", bz2.compress(pickled(REDUCE))),
+    "a pickle in xz": ("m.joblib", lzma.compress(pickled(REDUCE))),
+    "a pickle in lzma": ("m.joblib", lzma.compress(pickled(REDUCE), lzma.FORMAT_ALONE)),
+    "a pickle in zlib": ("m.joblib", zlib.compress(pickled(REDUCE))),
+    "joblib": ("m.joblib", pickled(b"]" + NUMBERS + b"a" + REDUCE + b"a")),
+    "joblib, compressed": ("m.joblib", zlib.compress(pickled(b"]" + NUMBERS + b"a" + REDUCE))),
+    "joblib, objects": (
+        "m.joblib",
+        pickled(NUMBERS + joblib_array(files.text("O8"), pickled(REDUCE)) + b"0"),
+    ),
+    "joblib, fields with objects": (
+        "m.joblib",
+        pickled(NUMBERS + joblib_array(files.text("V16"), pickled(REDUCE)) + b"0"),
+    ),
+    "tar": ("m.pt", tar(**OLD | {"pickle": pickled(REDUCE)})),
+    "tar, information": ("m.tar", tar(**OLD | {"sys_info": pickled(REDUCE)})),
+    "tar, storages": ("m.pt", tar(**OLD | {"storages": RAW + pickled(REDUCE)})),
+    "tar, tensors": ("m.pth", tar(**OLD | {"tensors": RAW + pickled(REDUCE)})),
 }
 
 
@@ -384,6 +455,11 @@ HARMLESS = {
     "RandomState": np.random.RandomState(0),
     "Generator": np.random.default_rng(0),
     "bfloat16": np.ones(2, ml_dtypes.bfloat16),
+    "records": np.rec.array([(1, 2.0)], dtype=[("a", int), ("b", float)]),
+    "array of Python": array.array("d", [1.0]),
+    "pattern": re.compile("a+"),
+    "status": HTTPStatus.OK,
+    "time": time.localtime(0),
 }
 
 
@@ -445,6 +521,9 @@ TEMPLATES = {
     "inside a mapping": "{{ {'a': {'b': ''.__class__}} }}",
     "after a text with braces": "{{ '}}' ~ ''.__class__ }}",
     "after a comment": "{# x #}{{ ''.__class__ }}",
+    "pieces of a name": "{% set c = '__cl' ~ 'ass__' %}{{ ''[c] }}",
+    "the first piece of a name": "{{ strftime_now['__glob' + x] }}",
+    "capital letters": "{{ messages['__CLASS__' | lower] }}",
 }
 
 
@@ -468,6 +547,7 @@ class TestTemplates:
             "{%- set ns = namespace(found=false, _x=1) -%}{{- ns.found }}{{ m['tool_calls'] }}",
             "{{ 'a__b' ~ tools | tojson(indent=4) ~ {'a': {'b': 1}} | tojson }}",
             "{{ raise_exception('No __name') }}{{ strftime_now('%d %b %Y') }}",
+            "{{ 'mcp__' ~ tool.name ~ '__run' }}",
             "{% unfinished",
             "{{ 'unfinished",
         ],
@@ -496,6 +576,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         "executes",
     ),
     "module of Python": (layer("function", "system", module="os"), "executes"),
+    "function of a module of Python": (
+        layer("Lambda", {"function": "system", "function_type": "function", "module": "os"}),
+        "executes",
+    ),
+    "module of PyTorch": (layer("TorchModuleWrapper", {"module": "eA=="}, **DENSE), "executes"),
+    "function of Python": (layer("function", "exec", module="builtins"), "executes"),
+    "call of Python": (layer("exec", {"x": "1"}, module="builtins"), "executes"),
     "tool of Keras": (layer("function", "get_file", module="keras.utils"), "executes"),
     "module of a package": (layer("Mine", {}, module="mine.layers"), "imports"),
     "custom object": (layer("Mine", {}, module=None, registered_name="mine>Mine"), "imports"),

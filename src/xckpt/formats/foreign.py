@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from xckpt import formats
 from xckpt.errors import CheckpointError, shown, some
 from xckpt.formats import archive, kit
-from xckpt.formats.pickles.scanning import scan
+from xckpt.formats.pickles.scanning import COMPRESSED, scan, tar_members
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _LONGEST_SHOWN = 80
 _STEP = 1 << 16  # bytes of an archive that are decompressed
-_TAR_BLOCK, _MOST_MEMBERS = 512, 1000
 _LONGEST_PATH = 1 << 10
 _SHORT_TEXT = 1 << 12  # bytes of a text that may be the answer of a server
 
@@ -116,6 +115,7 @@ _MARKS = (
 _APPLE_DOUBLE = b"\x00\x05\x16\x07"
 _STORAGE = b"X\7\0\0\0storage"  # the first word of the place of a storage outside of a pickle
 _PICKLES = re.compile(rb"\x80[\2-\5]|\((?:dp|lp)\d+\n|[}\]]q\0|c[a-z_.]+\n[A-Za-z_]+\n")
+_PICKLED = (".pkl", ".pickle", ".joblib", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".sav", ".p")
 # In the folder of a SavedModel.
 _SAVED_MODELS = frozenset({"saved_model.pb", "saved_model.pbtxt"})
 # SavedModel and models of Core ML begin as ONNX models do: a version, then a message.
@@ -187,7 +187,8 @@ def describe_folder(name: str, files: Collection[str], folders: Collection[str])
 def code_of(head: bytes, source: Readable) -> tuple[str, ...]:
     """Return the code that runs when a file is unpickled; empty for other files."""
     notes = kit.Notes()
-    if _PICKLES.match(head) is not None:
+    is_named = kit.file_name(source.name).lower().endswith(_PICKLED)
+    if is_named or _PICKLES.match(head) is not None or COMPRESSED.match(head) is not None:
         scan(lambda _: bytes(source.read(0, source.size)), source.size, source.name, notes)
     return tuple(dict.fromkeys(notes.executes))
 
@@ -245,12 +246,13 @@ def _by_members(head: bytes, source: Readable) -> Foreign | None:
     if head.startswith(b"PK\3\4"):
         kind, names = "a zip archive", _names_in_zip(source)
     elif head[257:262] == b"ustar":
-        kind, names = "a tar archive", _names_in_tar(source)
+        kind, names = "a tar archive", [name for name, *_ in tar_members(source)]
     elif head.startswith(b"\x1f\x8b"):
         data = zlib.decompressobj(31).decompress(source.read(0, min(source.size, _STEP)), _STEP)
         if data[257:262] != b"ustar":
             return None
-        kind, names = "a tar archive, compressed by gzip", _names_in_tar(kit.Memory("", data))
+        kind = "a tar archive, compressed by gzip"
+        names = [name for name, *_ in tar_members(kit.Memory("", data))]
     else:
         return None
     suffixes = tuple([suffix for name in formats.names() for suffix in formats.suffixes(name)])
@@ -267,20 +269,6 @@ def _names_in_zip(source: Readable) -> list[str]:
         return [member.name for member in archive.Archive(source).members]
     except CheckpointError:
         return []
-
-
-def _names_in_tar(source: Readable) -> list[str]:
-    """Return the names of the first members; of a part of an archive, those in that part."""
-    names: list[str] = []
-    at = 0
-    while at + _TAR_BLOCK <= source.size and len(names) < _MOST_MEMBERS:
-        header = bytes(source.read(at, _TAR_BLOCK))
-        digits = header[124:136].strip(b" \0")
-        if header[257:262] != b"ustar" or not digits.isdigit() or set(digits) & set(b"89"):
-            break
-        names.append(header[:100].rstrip(b"\0").decode("utf-8", "replace"))
-        at += _TAR_BLOCK + kit.aligned(int(digits, 8), _TAR_BLOCK)
-    return names
 
 
 def by_part(path: str) -> Foreign | None:

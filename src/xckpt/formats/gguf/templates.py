@@ -28,7 +28,12 @@ _ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3})"
     r"|N\{((?:LOW LINE|low line))\})"
 )
-_UNDERSCORES = re.compile(r"_+|.*__[a-z_]+__.*", re.DOTALL)
+_UNDERSCORES = re.compile(r"_+|.*__[a-z_]+__.*", re.DOTALL | re.IGNORECASE)
+# Names that lead from a value to other objects, of which a text may be a piece.
+_LEADING = "base bases builtins call class code closure dict func getattribute globals import init"
+_LEADING += " kwdefaults loader mro reduce reduce_ex self subclasses wrapped"
+_NAMES = [f"__{name}__" for name in _LEADING.split()]
+_SHORTEST_PIECE = 4
 # Attributes without underscores in front that a sandbox refuses: frames, and code of functions.
 _FRAMES = {"f_back", "f_builtins", "f_globals", "f_locals", "func_closure", "func_code"}
 _FRAMES |= {"func_defaults", "func_globals", "gi_code", "gi_frame", "cr_code", "cr_frame"}
@@ -86,8 +91,17 @@ def _judge(token: re.Match[str], words: list[str], *, is_statement: bool) -> Ite
             yield "the filter attr"
         elif is_statement and name in _FILES and words in ([], ["-"], ["+"]):
             yield f"the statement {name}"
-    elif token["text"] is not None and _UNDERSCORES.fullmatch(_unescaped(token["text"][1:-1])):
-        yield token["text"]
+    elif token["text"] is not None:
+        text = _unescaped(token["text"][1:-1])
+        if _UNDERSCORES.fullmatch(text) is not None or _is_piece(text):
+            yield token["text"]
+
+
+def _is_piece(text: str) -> bool:
+    """Return whether a text begins or ends a name with two underscores, such as ``__cl``."""
+    if len(text) < _SHORTEST_PIECE or "__" not in text:
+        return False
+    return any(name.startswith(text) or name.endswith(text) for name in _NAMES)
 
 
 def _unescaped(text: str) -> str:

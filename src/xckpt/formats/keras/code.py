@@ -12,6 +12,7 @@ github.com/keras-team/keras, 3.15.
 
 from __future__ import annotations
 
+import builtins
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 _KERAS = {"keras", "tf_keras", "keras_hub", "keras_cv", "keras_nlp", "tensorflow", "builtins"}
 # Modules of Keras whose functions load files.
 _TOOLS = ("keras.utils", "keras.saving", "keras.models", "keras.config", "keras.preprocessing")
+# Keras loads its module with torch.load.
+_PICKLED = "TorchModuleWrapper"
+_BUILTINS = {"__import__", "breakpoint", "compile", "delattr", "eval", "exec", "getattr", "globals"}
+_BUILTINS |= {"input", "locals", "open", "setattr", "vars"}
 _LONGEST = 100
 
 
@@ -51,11 +56,25 @@ def _add(entry: dict[str, Any], notes: kit.Notes) -> None:
     elif kind == "Lambda" and type(options.get("function")) is list:
         layer = shown(str(options.get("name"))[:_LONGEST])
         notes.executes.append(f"a lambda of Keras, layer {layer}")
+    elif kind == "Lambda" and type(options.get("module")) is str and is_own(options["module"]):
+        # Keras 2 looks for the function in that module.
+        function = str(options.get("function"))
+        notes.executes.append(f"{options['module'][:_LONGEST]}.{function[:_LONGEST]}")
+    elif kind == _PICKLED:
+        notes.executes.append(f"the pickle in a {_PICKLED}")
     elif type(module) is str:
         text = f"{module[:_LONGEST]}.{name[:_LONGEST]}"
-        if (is_own(module) and module != "builtins") or (is_function and module.startswith(_TOOLS)):
+        if _is_run(module, name, is_function=is_function):
             notes.executes.append(text)
         elif module.partition(".")[0] not in _KERAS:
             notes.imports.append(text)
     if type(registered) is str and ">" in registered and module is None:
         notes.imports.append(registered[:_LONGEST])
+
+
+def _is_run(module: str, name: str, *, is_function: bool) -> bool:
+    """Return whether an object may run code or read files."""
+    if module == "builtins":
+        # Functions of Keras have this module, too.
+        return name in _BUILTINS if is_function else hasattr(builtins, name)
+    return is_own(module) or (is_function and module.startswith(_TOOLS))

@@ -58,7 +58,7 @@ _ACCEPTED: dict[str, str] = {
     " _rebuild_nested_tensor _rebuild_xla_tensor",
     "torch.nn.parameter": "Parameter Buffer",
     "torch.serialization": "_get_layout",
-    "torch.storage": "TypedStorage UntypedStorage _TypedStorage _UntypedStorage",
+    "torch.storage": "TypedStorage UntypedStorage _TypedStorage _UntypedStorage _load_from_bytes",
     "torch.distributed._mesh_layout": "_FlatLayout _MeshLayout",
     "torch.distributed.device_mesh": "DeviceMesh",
     "torch.distributed.tensor": "DTensor",
@@ -73,11 +73,12 @@ _ACCEPTED: dict[str, str] = {
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "torch.distributed.checkpoint.metadata": _METADATA,
     # NumPy
-    "numpy": "dtype ndarray matrix bool bool_ str_ bytes_ void datetime64 timedelta64 complex64"
-    f" complex128 longdouble intc longlong ulonglong {_FLOATS} {_SIGNED}",
+    "numpy": "dtype ndarray matrix record recarray bool bool_ str_ bytes_ void datetime64"
+    f" timedelta64 complex64 complex128 longdouble intc longlong ulonglong {_FLOATS} {_SIGNED}",
     **dict.fromkeys(("numpy.core.multiarray", "numpy._core.multiarray"), _ARRAYS),
     **dict.fromkeys(("numpy.core.numeric", "numpy._core.numeric"), "_frombuffer"),
     **dict.fromkeys(("numpy.ma", "numpy.ma.core"), "MaskedArray _mareconstruct"),
+    "numpy.rec": "recarray",
     "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
     "numpy.random._mt19937": "MT19937",
     "numpy.random._pcg64": "PCG64 PCG64DXSM",
@@ -88,6 +89,7 @@ _ACCEPTED: dict[str, str] = {
     # Python
     "_codecs": "encode",
     "argparse": "Namespace",
+    "array": "_array_reconstructor array",
     "builtins": _BUILTINS,
     "collections": "ChainMap Counter OrderedDict UserDict UserList UserString defaultdict deque",
     "copyreg": "__newobj__ __newobj_ex__ _reconstructor",
@@ -96,13 +98,37 @@ _ACCEPTED: dict[str, str] = {
     "decimal": "Decimal",
     "fractions": "Fraction",
     "functools": "partial",
+    "http": "HTTPMethod HTTPStatus",
     "ipaddress": "IPv4Address IPv4Network IPv6Address IPv6Network",
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
     "random": "Random",
+    "re": "_compile RegexFlag",
+    "string": "Template",
+    "time": "struct_time",
     "types": "MappingProxyType SimpleNamespace",
     "typing": "Any Callable Dict List Literal Optional Sequence Set Tuple Type Union",
     "uuid": "SafeUUID UUID",
+    # arrays and records of other libraries
+    "jax._src.array": "_reconstruct_array",
+    "pandas": "Categorical DataFrame Interval Period Series StringDtype"
+    " CategoricalIndex DatetimeIndex Index IntervalIndex MultiIndex PeriodIndex RangeIndex",
+    "pandas.arrays": "BooleanArray DatetimeArray FloatingArray IntegerArray StringArray",
+    "pandas.core.frame": "DataFrame",
+    "pandas.core.series": "Series",
+    "pandas._libs.arrays": "__pyx_unpickle_NDArrayBacked",
+    "pandas._libs.internals": "_unpickle_block",
+    "pandas._libs.tslibs.nattype": "_nat_unpickle",
+    "pandas._libs.tslibs.timedeltas": "_timedelta_unpickle",
+    "pandas._libs.tslibs.timestamps": "_unpickle_timestamp",
+    "pandas.core.indexes.base": "_new_Index Index",
+    "pandas.core.indexes.datetimes": "_new_DatetimeIndex",
+    "pandas.core.indexes.interval": "_new_IntervalIndex",
+    "pandas.core.internals.managers": "BlockManager SingleBlockManager",
+    "sklearn.metrics._dist_metrics": "newObj EuclideanDistance64",
+    "sklearn.neighbors._ball_tree": "newObj BallTree",
+    "sklearn.neighbors._kd_tree": "newObj KDTree",
+    "sklearn.tree._tree": "Tree",
     # records of training programs
     "accelerate.state": "PartialState",
     "accelerate.utils.dataclasses": "DistributedType",
@@ -135,6 +161,8 @@ _OWN |= {"nt", "posix", "msvcrt", "winreg", "_winapi", "commands", "popen2", "cP
 _OWN |= {"httplib", "__builtin__", "distutils", "imp", "asyncore", "asynchat", "smtpd", "lib2to3"}
 _OWN |= {"cgi", "cgitb", "crypt", "mailcap", "msilib", "nntplib", "pipes", "telnetlib", "uu"}
 _OWN |= {"pip", "setuptools", "pkg_resources", "_distutils_hack", "ensurepip", "site"}
+#: It loads a file of torch.save from bytes; the scanner looks into them.
+BYTES_OF_TORCH = Global("torch.storage", "_load_from_bytes")
 _TYPE, _RECONSTRUCTOR = ("builtins", "type"), ("copyreg", "_reconstructor")
 _NO_BASE = ("builtins", "object")
 
@@ -182,6 +210,8 @@ class CodeUses:
             args = args[1:] if renamed(args[1]) != _NO_BASE else ()
         elif name == _TYPE and len(args) != 1:
             self.computed("a class made by builtins.type")
+        elif name == BYTES_OF_TORCH:
+            self.computed(_spelled(name))
         elif args:
             self._runs[function] = None
         for arg in args[:_MOST_ARGS]:
@@ -192,6 +222,8 @@ class CodeUses:
         """Note a state that replaces methods: of a function or a class, or of an object again."""
         if type(target) is Global:
             self.computed(f"changed attributes of {_spelled(target)}")
+        elif type(target) is Persistent:
+            self.computed("changed attributes of a storage")
         elif type(target) is Call and target.is_built:
             # The first state may be the function that receives the second one.
             self.computed("a state that is set twice")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from contextlib import suppress
 from struct import Struct
 from struct import error as StructError  # noqa: N812  "error" is too general
 from typing import TYPE_CHECKING, Any
@@ -214,6 +215,7 @@ class Machine:
     def call(self, function: Any, args: Any) -> None:
         """Push the record of a call."""
         if type(args) is not tuple:
+            self.uses.called(function, (args,))
             raise self.broken("the arguments of a call are not a tuple", "Call", self.at - 1)
         self.uses.called(function, args)
         self.stack.append(Call(function, args, self.at - 1))
@@ -350,16 +352,19 @@ def _frame(m: Machine) -> None:
         raise m.truncated(reason)
 
 
-def _digits(m: Machine, text: bytes) -> int:
-    if re.fullmatch(rb"\s*[-+]?[0-9]+\s*", text) is None or len(text) > _LONGEST_DIGITS:
-        raise m.broken(f"{shown(text[:99].decode('latin-1'))} is not an integer", "Number")
-    return int(text)
+def _digits(m: Machine, text: bytes, *bases: int) -> int:
+    # Python reads the bases of its own literals, and octal digits after a 0.
+    if re.fullmatch(rb"\s*[-+]?[0-9][0-9a-zA-Z_]*+\s*", text) is not None:
+        for base in bases or (10,):
+            with suppress(ValueError):  # digits of another base, or more than Python converts
+                return int(text, base)
+    raise m.broken(f"{shown(text[:99].decode('latin-1'))} is not an integer", "Number")
 
 
 def _int(m: Machine) -> None:
     text = m.line(_LONGEST_DIGITS)
     booleans = {b"00": False, b"01": True}
-    m.stack.append(booleans[text] if text in booleans else _digits(m, text))
+    m.stack.append(booleans[text] if text in booleans else _digits(m, text, 0, 8))
 
 
 def _float(m: Machine) -> None:
@@ -494,7 +499,7 @@ _HANDLERS: dict[int, Callable[[Machine], object]] = {
     ord("s"): _item,
     ord("e"): lambda m: m.append(m.popped()),
     ord("a"): lambda m: m.append([m.pop()]),
-    ord("b"): Machine.build,
+    ord("b"): lambda m: m.build(),
     0x80: _protocol,
     0x95: _frame,
     0x8C: _texts(None),
@@ -513,7 +518,7 @@ _HANDLERS: dict[int, Callable[[Machine], object]] = {
     0x90: lambda m: m.append(m.popped()),
     0x91: lambda m: m.stack.append(PickledSet(m.popped())),
     ord("I"): _int,
-    ord("L"): lambda m: m.stack.append(_digits(m, m.line(_LONGEST_DIGITS).removesuffix(b"L"))),
+    ord("L"): lambda m: m.stack.append(_digits(m, m.line(_LONGEST_DIGITS).removesuffix(b"L"), 0)),
     ord("F"): _float,
     ord("S"): _string,
     ord("V"): _unicode,

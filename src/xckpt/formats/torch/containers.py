@@ -92,6 +92,7 @@ def read(source: Readable, notes: kit.Notes) -> FileContents:
         reason = "the container is a preview of 2018, which is unsupported"
         raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
     if head[257:262] == b"ustar":
+        scan(lambda _: bytes(source.read(0, source.size)), source.size, source.name, notes)
         reason = "tar archives of PyTorch 0.1 are unsupported"
         raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
     raise FormatError(f"the file begins {head[:16]!r}", offset=0, rule="Container")
@@ -170,6 +171,8 @@ def _read_pickle(content: archive.Content, member: archive.Member, notes: kit.No
     except CheckpointError as error:
         if member.method != archive.STORED:
             error.offset = content.at
+        # Other programs may read on.
+        scan(lambda _: data, len(data), label, notes)
         raise
     notes.add_code(machine.uses.executes, machine.uses.imports)
     if machine.at < len(data):
