@@ -312,6 +312,9 @@ def inner_zip(level: int) -> bytes:
     return data
 
 
+GOOD = {"m/data.pkl": files.pickled(b"}"), "m/version": b"3\n"}
+
+
 def joblib_array(dtype: bytes, data: bytes, shape: int = 2) -> bytes:
     """Return an array as joblib writes it: its values follow, in the middle of the pickle."""
     entries = {
@@ -338,13 +341,21 @@ def tar(**members: bytes) -> bytes:
     return out.getvalue()
 
 
+def two_members() -> bytes:
+    """Return an archive of which PyTorch reads another member than Python does."""
+    evil = files.archive(REDUCE)
+    out = io.BytesIO(evil)
+    with zipfile.ZipFile(out, "a") as target:
+        target.writestr("m/data.pkX", GOOD["m/data.pkl"])
+    return out.getvalue().replace(b"data.pkX", b"data.pkl")
+
+
 # Of PyTorch before 0.2; a storage is a pickle, a count, and raw values.
 OLD = {"sys_info": pickled(b"}"), "storages": pickled(b"K\0"), "tensors": pickled(b"K\0")}
 OLD |= {"pickle": pickled(b"}")}
 RAW = pickled(b"K\1") + pickled(b"N") + b"\1" + bytes(7) + b"\xff" * 4
 
 ARRAYS = {"w": np.ones(3, np.float32)}
-GOOD = {"m/data.pkl": files.pickled(b"}"), "m/version": b"3\n"}
 # Names and contents of files.
 CONTAINERS: dict[str, tuple[str, bytes]] = {
     "zip": ("m.pt", files.archive(REDUCE)),
@@ -372,6 +383,11 @@ CONTAINERS: dict[str, tuple[str, bytes]] = {
     "a pickle in xz": ("m.joblib", lzma.compress(pickled(REDUCE))),
     "a pickle in lzma": ("m.joblib", lzma.compress(pickled(REDUCE), lzma.FORMAT_ALONE)),
     "a pickle in zlib": ("m.joblib", zlib.compress(pickled(REDUCE))),
+    "a pickle in gzip that is cut off": ("m.pkl.gz", gzip.compress(pickled(REDUCE))[:-8]),
+    "pickles in two parts of gzip": (
+        "m.pkl.gz",
+        gzip.compress(pickled(b"}")) + gzip.compress(pickled(REDUCE)),
+    ),
     "joblib": ("m.joblib", pickled(b"]" + NUMBERS + b"a" + REDUCE + b"a")),
     "joblib, compressed": ("m.joblib", zlib.compress(pickled(b"]" + NUMBERS + b"a" + REDUCE))),
     "joblib, objects": (
@@ -381,6 +397,26 @@ CONTAINERS: dict[str, tuple[str, bytes]] = {
     "joblib, fields with objects": (
         "m.joblib",
         pickled(NUMBERS + joblib_array(files.text("V16"), pickled(REDUCE)) + b"0"),
+    ),
+    "two members of one name": ("m.pt", two_members()),
+    "another name in the local header": (
+        "m.pt",
+        files.zipped(
+            {"m/data.pkl": f"c{NAME}\nmkdir\n(S'canary'\ntR.".encode()} | {"m/version": b"3"}
+        ).replace(b"data.pkl", b"data.pkX", 1),
+    ),
+    "a package of code": (
+        "m.pt",
+        files.zipped({"m/.data/extern_modules": b"", "m/model/model.pkl": pickled(REDUCE)}),
+    ),
+    "bytes of torch.save": (
+        "m.pkl",
+        pickled(
+            files.called(
+                files.name("torch.storage", "_load_from_bytes"),
+                b"B" + struct.pack("<I", len(files.archive(REDUCE))) + files.archive(REDUCE),
+            )
+        ),
     ),
     "tar": ("m.pt", tar(**OLD | {"pickle": pickled(REDUCE)})),
     "tar, information": ("m.tar", tar(**OLD | {"sys_info": pickled(REDUCE)})),

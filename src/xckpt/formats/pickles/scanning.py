@@ -7,6 +7,7 @@ import zlib
 from contextlib import suppress
 from itertools import islice
 from math import prod
+from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, FormatError
@@ -25,6 +26,10 @@ LARGEST = 256 << 20  # bytes of a pickle
 _DEEPEST, _MOST_PICKLES, _LARGEST_INNER = 3, 1000, 64 << 20
 _PICKLES = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
 _ZIP, _NUMPY = b"PK\3\4", b"\x93NUMPY"
+_SUFFIXES = (".pkl", ".pickle")
+# A local header of a zip archive: method, stored bytes, bytes of the name and of extra fields.
+_HEADER = re.compile(rb"PK\x03\x04.{4}(.{22})", re.DOTALL)
+_SIZES = Struct("<H8xI4xHH")
 # Of gzip, bzip2, xz, lzma and zlib, which joblib and pandas read.
 COMPRESSED = re.compile(rb"\x1f\x8b|BZh[1-9]1AY&SY|\xfd7zXZ\0|\]\0\0|x[\x01\x5e\x9c\xda]")
 _STEP = 1 << 16  # bytes that are decompressed at a time
@@ -75,7 +80,7 @@ def _scan(data: bytes, label: str, notes: kit.Notes, level: int) -> None:
         if b"O" in head or b"obj" in head:
             _scan_pickles(data, at, label, notes, level)
     elif data.startswith(_ZIP):
-        _scan_zip(kit.Memory(label, data), label, notes, level)
+        _scan_zip(data, label, notes, level)
     elif COMPRESSED.match(data) is not None:
         _scan(_decompressed(data), label, notes, level + 1)
     elif data[257:262] == b"ustar":
@@ -85,15 +90,44 @@ def _scan(data: bytes, label: str, notes: kit.Notes, level: int) -> None:
         _scan_pickles(data, 0, label, notes, level)
 
 
-def _scan_zip(source: Readable, label: str, notes: kit.Notes, level: int) -> None:
+def _scan_zip(data: bytes, label: str, notes: kit.Notes, level: int) -> None:
+    try:
+        contents = [*archive.Archive(kit.Memory(label, data)).contents()]
+    except CheckpointError:
+        # Other programs may read it, and each another one of two members with the same name.
+        for name, inner in _damaged_members(data):
+            with suppress(CheckpointError):
+                _scan_member(name, inner, label, notes, level)
+        raise
     remaining = _LARGEST_INNER
-    for member, content in archive.Archive(source).contents():
+    for member, content in contents:
         remaining -= member.nbytes
         if remaining < 0:
             raise FormatError(f"its members have more than {_LARGEST_INNER} bytes")
-        inner = content.whole(label)
-        if inner.startswith((*_PICKLES, _ZIP, _NUMPY)):
-            _scan(inner, label, notes, level + 1)
+        _scan_member(member.name, content.whole(label), label, notes, level)
+
+
+def _scan_member(name: str, data: bytes, label: str, notes: kit.Notes, level: int) -> None:
+    is_pickle = _BEGINS.match(data) is not None or name.lower().endswith(_SUFFIXES)
+    if is_pickle or data.startswith((_ZIP, _NUMPY)):
+        _scan(data, label, notes, level + 1)
+
+
+def _damaged_members(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents at all local headers, whatever the directory has."""
+    room = _LARGEST_INNER
+    for match in islice(_HEADER.finditer(data), _MOST_MEMBERS):
+        method, stored, names, extra = _SIZES.unpack(match[1])
+        name = data[match.end() : match.end() + names].decode("utf-8", "replace")
+        at = match.end() + names + extra
+        inner = data[at : at + min(stored or room, room)]
+        if method == archive.DEFLATED:
+            with suppress(zlib.error):
+                inner = zlib.decompressobj(-15).decompress(inner, room)
+        yield name, inner
+        room -= len(inner)
+        if room <= 0:
+            return
 
 
 def _scan_pickles(data: bytes, at: int, label: str, notes: kit.Notes, level: int) -> int:
@@ -128,7 +162,7 @@ def _scan_mixed(data: bytes, label: str, notes: kit.Notes, level: int) -> None:
 def _decompressed(data: bytes) -> bytes:
     """Return the first bytes of compressed data, as far as it is intact."""
     pieces, room = [], _LARGEST_INNER
-    with suppress(ImportError, OSError, EOFError, zlib.error, ValueError, MemoryError):
+    with suppress(Exception):  # decoders raise errors of their own, or are missing
         decoder, count = _decoder(data), 0
         for start in range(0, len(data), _STEP):
             chunk = data[start : start + _STEP]

@@ -85,7 +85,12 @@ def read(source: Readable, notes: kit.Notes) -> FileContents:
     """Read a file of any version."""
     head = bytes(source.read(0, min(512, source.size)))
     if head.startswith((b"PK\3\4", b"PK\5\6")):
-        return read_zip(source, notes)
+        try:
+            return read_zip(source, notes)
+        except CheckpointError:
+            # Other programs may read it, or run the code of packages and exported programs.
+            scan(lambda _: bytes(source.read(0, source.size)), source.size, source.name, notes)
+            raise
     if is_legacy(head):
         return _read_legacy(source, notes)
     if head.startswith(PREVIEW):
