@@ -193,10 +193,10 @@ def digest(
             raise
         return TensorDigest(content.dtype, shape, content.kind, "")  # no element type has them all
     advance(content.nbytes - reported)
-    whole = values
+    hasher = values
     if result.kind == "nonzero":
-        whole = sha256(coords.digest() + values.digest())
-    return result._replace(sha256=whole.hexdigest())
+        hasher = sha256(coords.digest() + values.digest())
+    return result._replace(sha256=hasher.hexdigest())
 
 
 class _HashedBlock(NamedTuple):

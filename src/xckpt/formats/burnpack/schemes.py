@@ -300,16 +300,16 @@ def _derive_scheme(tensor: WantedTensor) -> Scheme | None:
     block = _without_leading_ones(quantization.block)
     if not has_one_scale and (len(block) > _MOST_BLOCK_AXES or max(block) > 255):
         return None
-    whole = scale if has_one_scale else None
+    tensor_scale = scale if has_one_scale else None
     if shared is not None:
-        whole = _SPELLED_SCALES[shared.dtype]
+        tensor_scale = _SPELLED_SCALES[shared.dtype]
     packed = quantization.word_bits == _WORD_BITS
     return Scheme(
         value=f"Q{quantization.bits}F",
         store="PackedU32" if packed else "Native",
         packed_axis=0 if packed else None,
         mode="Symmetric",
-        tensor=whole,
+        tensor=tensor_scale,
         block=None if has_one_scale else block,
         block_scale=None if has_one_scale else scale,
     )

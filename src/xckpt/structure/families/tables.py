@@ -337,12 +337,12 @@ def parse_table(name: str, text: str) -> NameTable:
                 table.traits.setdefault(trait[1:], []).append((named, tuple(slots.split(","))))
             case [size, "=", *expressions]:
                 table.sizes[size] = tuple([text for text in expressions if text != "|"])
-            case [pattern, slot, *others]:
+            case [pattern, slot, *fields]:
                 for path, prefix in prefixes:
                     # A part of a model has no components.
                     of_row = "" if path == "" and len(prefixes) > 1 else component
                     full_slot = f"{prefix}.{slot}" if prefix else slot
-                    rows.append(_row([path + pattern, full_slot, *others], of_row, is_head=is_head))
+                    rows.append(_row([path + pattern, full_slot, *fields], of_row, is_head=is_head))
             case _:
                 raise ValueError(f"table {name} has no line like {line!r}")
     replaced = {(row.pattern, row.param) for row in rows}
