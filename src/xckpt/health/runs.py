@@ -297,11 +297,11 @@ class StoppedChanging(_RunRule):
 
     def _judge_run(self, evidence: Evidence, changes: StepChanges) -> Iterator[RuleFinding]:
         has_changes = ~changes.same.all(axis=0)  # intervals in which anything changed
-        for number, name in enumerate(changes.names):
-            changed = np.flatnonzero(~changes.same[number] & ~np.isnan(changes.norm[number]))
+        for tensor, name in enumerate(changes.names):
+            changed = np.flatnonzero(~changes.same[tensor] & ~np.isnan(changes.norm[tensor]))
             last_change = int(changed[-1]) + 1 if len(changed) else 0
             unchanged_count = int(np.count_nonzero(has_changes[last_change:]))
-            row = int(changes.places[number, -1])
+            row = int(changes.places[tensor, -1])
             if last_change and unchanged_count >= self.threshold and row >= 0:
                 sentence = (
                     f"{name} did not change after step {changes.steps[last_change]}, "
@@ -315,15 +315,15 @@ def _equal_steps(evidence: Evidence, changes: StepChanges) -> dict[int, int]:
     places = changes.places[(changes.places >= 0).all(axis=1)]
     columns = np.array([np.nan_to_num(column, nan=-1.0) for column in evidence.columns.values()]).T
     by_statistics: dict[bytes, list[int]] = {}
-    for number, rows in enumerate(places.T):
-        by_statistics.setdefault(columns[rows].tobytes(), []).append(number)
-    suspected = [numbers for numbers in by_statistics.values() if len(numbers) > 1]
-    groups = [[int(rows[number]) for number in numbers] for numbers in suspected for rows in places]
+    for step, rows in enumerate(places.T):
+        by_statistics.setdefault(columns[rows].tobytes(), []).append(step)
+    suspected = [steps for steps in by_statistics.values() if len(steps) > 1]
+    groups = [[int(rows[step]) for step in steps] for steps in suspected for rows in places]
     twins = equal_to(evidence, groups)
     equal = {}
     for first, *later in suspected:
-        for number in later:
-            pairs = zip(places[:, number].tolist(), places[:, first].tolist(), strict=True)
+        for step in later:
+            pairs = zip(places[:, step].tolist(), places[:, first].tolist(), strict=True)
             if all(twins.get(new) == old for new, old in pairs):
-                equal[changes.steps[number]] = changes.steps[first]
+                equal[changes.steps[step]] = changes.steps[first]
     return equal

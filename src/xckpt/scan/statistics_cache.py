@@ -122,20 +122,20 @@ def rows_of(
     with open_records(readers, _ROW, *options, width, enabled=enabled) as records:
         cached: dict[int, bytes] = {}
         with paused_collector():
-            for number, (reader, file) in enumerate(zip(readers, records, strict=True)):
+            for tensor, (reader, file) in enumerate(zip(readers, records, strict=True)):
                 value = None if file is None else file.get(_key_of_row(reader))
                 if value is not None and len(value) == 8 * width:
-                    cached[number] = value
+                    cached[tensor] = value
         rows[list(cached)] = np.frombuffer(b"".join(cached.values()), "<f8").reshape(
             len(cached), width
         )
-        missing = [number for number in range(len(readers)) if number not in cached]
-        for number, row in zip(missing, compute(missing), strict=True):
-            rows[number] = row
-        for number in missing:
-            file = records[number]
+        missing = [tensor for tensor in range(len(readers)) if tensor not in cached]
+        for tensor, row in zip(missing, compute(missing), strict=True):
+            rows[tensor] = row
+        for tensor in missing:
+            file = records[tensor]
             if file is not None:
-                file.put(_key_of_row(readers[number]), rows[number].astype("<f8").tobytes())
+                file.put(_key_of_row(readers[tensor]), rows[tensor].astype("<f8").tobytes())
     return rows
 
 

@@ -67,14 +67,14 @@ def use_of_codes(readers: Sequence[ElementStream], progress: Progress, *, cache:
     coded = {n: codes for n, reader in enumerate(readers) if (codes := _coded(reader)) is not None}
     tensors = list(coded.values())
 
-    def finish(number: int, sketch: Sketch) -> tuple[float, float]:
+    def finish(position: int, sketch: Sketch) -> tuple[float, float]:
         codes, counts = sketch.counted()
-        if tensors[number].paired:
+        if tensors[position].paired:
             codes, counts = np.concatenate([codes & 15, codes >> 4]), np.tile(counts, 2)
         total = int(counts.sum())
         if not total:
             return nan, nan
-        values = tensors[number].values
+        values = tensors[position].values
         finite = np.isfinite(values)
         # 0 and -0 are one value.
         distinct, of_code = np.unique(np.where(finite, values, 0.0), return_inverse=True)
@@ -88,8 +88,8 @@ def use_of_codes(readers: Sequence[ElementStream], progress: Progress, *, cache:
 
     code_readers = [codes.reader for codes in tensors]
     rows = gather(code_readers, Sketch, finish, progress, cache=cache, stretched=True)
-    for number, row in zip(coded, rows, strict=True):
-        shares[number] = row
+    for tensor, row in zip(coded, rows, strict=True):
+        shares[tensor] = row
     return shares
 
 
@@ -160,8 +160,8 @@ def clipping(
     # `sizes` has the root mean square of each original, NaN if it is unknown.
     rows = np.full((len(pairs), len(OF_CLIPPING)), np.nan)
     classes = {
-        number: reader
-        for number, (pair, size) in enumerate(zip(pairs, sizes, strict=True))
+        row: reader
+        for row, (pair, size) in enumerate(zip(pairs, sizes, strict=True))
         if (reader := _class_reader(*pair, OUTLYING * size)) is not None
     }
 
@@ -182,19 +182,19 @@ def clipping(
 
     class_readers = list(classes.values())
     tables = gather(class_readers, Sketch, count_classes, progress, cache=cache, stretched=True)
-    for number, table in zip(classes, tables, strict=True):
-        rows[number, :2] = table
+    for row, table in zip(classes, tables, strict=True):
+        rows[row, :2] = table
     scales: dict[int, ElementStream] = {}
-    for number, (_, quantised) in enumerate(pairs):
+    for row, (_, quantised) in enumerate(pairs):
         lazy = quantised.array
         if isinstance(lazy, QuantizedArray):
             part_reader = lazy.readers["scales"]
             shape = part_reader.part.shape or (prod(lazy.stored_grid),)
-            scales[number] = of_tensor(DenseArray(lazy.name, part_reader, shape), lazy.name)
+            scales[row] = of_tensor(DenseArray(lazy.name, part_reader, shape), lazy.name)
     scale_readers = list(scales.values())
     tables = gather(scale_readers, Sketch, count_scales, progress, cache=cache, stretched=True)
-    for number, table in zip(scales, tables, strict=True):
-        rows[number, 2:] = table
+    for row, table in zip(scales, tables, strict=True):
+        rows[row, 2:] = table
     return rows
 
 

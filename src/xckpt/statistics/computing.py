@@ -216,7 +216,7 @@ def _describe_all(
             readers,
             cache_key,
             len(options.names) + 1,
-            lambda numbers: _describe_tensors([readers[n] for n in numbers], options, bar),
+            lambda missing: _describe_tensors([readers[n] for n in missing], options, bar),
             enabled=options.cache,
         )
         of_short_rows = [position for position, entry in enumerate(entries) if not entry.readers]
@@ -264,14 +264,14 @@ def _describe_tensors(
         if not waiting:
             return
         _fill_rows(rows, waiting, readers, options)
-        for number, inexact in _inexact_quantiles(waiting, rows, options).items():
-            if not readers[number].complex:
-                targets[number] = targets_of(waiting[number], inexact)
+        for tensor, inexact in _inexact_quantiles(waiting, rows, options).items():
+            if not readers[tensor].complex:
+                targets[tensor] = targets_of(waiting[tensor], inexact)
         waiting.clear()
 
-    def finish(number: int, sketch: Sketch) -> None:
+    def finish(tensor: int, sketch: Sketch) -> None:
         nonlocal codes
-        waiting[number] = sketch
+        waiting[tensor] = sketch
         codes += len(sketch.codes)
         if codes > _CODES_AT_ONCE:
             describe_waiting()
@@ -290,17 +290,17 @@ def _describe_tensors(
 def _inexact_quantiles(
     sketches: Mapping[int, Sketch], rows: Array, options: _StatsOptions
 ) -> dict[int, Sequence[float]]:
-    """Return the quantiles that need another pass, by number of the tensor."""
+    """Return the quantiles that need another pass, by position of the tensor."""
     if options.exact:
         return dict.fromkeys(sketches, options.quantiles)
-    numbers, levels = list(sketches), np.array(options.quantiles, np.float64)
-    sizes = np.abs(rows[numbers, FIRST_QUANTILE : FIRST_QUANTILE + len(levels)])
+    tensors, levels = list(sketches), np.array(options.quantiles, np.float64)
+    sizes = np.abs(rows[tensors, FIRST_QUANTILE : FIRST_QUANTILE + len(levels)])
     # A sketch has seven bits of the fraction of a number, but fewer of a subnormal number.
     normal = np.array([sketch.kind.smallest_normal for sketch in sketches.values()])
     is_between = (levels > 0) & (levels < 1)  # the ends are exact
     subnormal = (sizes > 0) & (sizes < normal[:, None]) & is_between
     positions = np.flatnonzero(subnormal.any(axis=1)).tolist()
-    return {numbers[position]: levels[subnormal[position]].tolist() for position in positions}
+    return {tensors[position]: levels[subnormal[position]].tolist() for position in positions}
 
 
 def _fill_rows(
@@ -312,12 +312,12 @@ def _fill_rows(
     """Fill the rows of tensors whose sketches are complete."""
     described = describe_all(list(sketches.values()), options.quantiles, channels=options.channels)
     is_real = of_real_numbers(options.quantiles, channels=options.channels)
-    for row, (number, sketch) in zip(described, sketches.items(), strict=True):
-        rows[number, : len(row)] = (
-            np.where(is_real, np.nan, row) if readers[number].complex else row
+    for row, (tensor, sketch) in zip(described, sketches.items(), strict=True):
+        rows[tensor, : len(row)] = (
+            np.where(is_real, np.nan, row) if readers[tensor].complex else row
         )
         if isinstance(sketch, ChannelSketch):
             std = float(row[options.names.index("std")])
-            rows[number, len(row) : -1] = channel_statistics(sketch, std, readers[number])
+            rows[tensor, len(row) : -1] = channel_statistics(sketch, std, readers[tensor])
         if sketch.rows.length:
-            rows[number, -1] = sketch.rows.dead
+            rows[tensor, -1] = sketch.rows.dead

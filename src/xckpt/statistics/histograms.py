@@ -170,19 +170,19 @@ def histogram(
     packed: dict[int, bytes] = {}
     with Progress(options["progress"], "histogram") as bar:
 
-        def scan(numbers: list[int]) -> list[list[float]]:
-            def finish(number: int, sketch: Sketch) -> list[float]:
-                packed[numbers[number]] = sketch.pack()
+        def scan(missing: list[int]) -> list[list[float]]:
+            def finish(position: int, sketch: Sketch) -> list[float]:
+                packed[missing[position]] = sketch.pack()
                 elements = spectrum(sketch)
                 return _span(elements, elements.values(elements.counts > 0))
 
-            selected = [readers[number] for number in numbers]
+            selected = [readers[tensor] for tensor in missing]
             return gather(selected, Sketch, finish, bar, cache=cache, stretched=True)
 
-        def count(numbers: list[int]) -> Iterator[Any]:
-            scan([number for number in numbers if number not in packed])
-            for number in numbers:
-                sketch = Sketch.unpack(packed.pop(number), readers[number])
+        def count(missing: list[int]) -> Iterator[Any]:
+            scan([tensor for tensor in missing if tensor not in packed])
+            for tensor in missing:
+                sketch = Sketch.unpack(packed.pop(tensor), readers[tensor])
                 yield _count(spectrum(sketch), edges).view(np.float64)
 
         spans = rows_of(readers, ("span",), 3, scan, enabled=cache)

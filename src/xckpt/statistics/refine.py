@@ -118,20 +118,20 @@ def refine(
     results: list[dict[float, float]] = [{} for _ in readers]
     remaining = {n: list(targets) for n, targets in enumerate(targets_by_tensor)}
 
-    def narrow(number: int, buckets: _Buckets) -> None:
-        for target, counts in zip(remaining[number], buckets.dense(), strict=True):
+    def narrow(tensor: int, buckets: _Buckets) -> None:
+        for target, counts in zip(remaining[tensor], buckets.dense(), strict=True):
             target.narrow(counts)
 
     while True:
-        for number, targets in remaining.items():
-            kind = readers[number].kind
-            results[number] |= {
+        for tensor, targets in remaining.items():
+            kind = readers[tensor].kind
+            results[tensor] |= {
                 target.quantile: _element(kind, target.low)
                 for target in targets
                 if target.low == target.high
             }
-            remaining[number] = [target for target in targets if target.low != target.high]
-        remaining = {number: targets for number, targets in remaining.items() if targets}
+            remaining[tensor] = [target for target in targets if target.low != target.high]
+        remaining = {tensor: targets for tensor, targets in remaining.items() if targets}
         if not remaining:
             return results
         numbers = list(remaining)

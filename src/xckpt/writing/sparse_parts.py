@@ -128,17 +128,17 @@ def _share(
     coords, values = stored_elements(block, tensor)
     if role == "count":
         return np.array([len(values)], np.int64)
-    number = block_id[-1]
-    if len(values) != known["counts"][number]:
+    block_row = block_id[-1]
+    if len(values) != known["counts"][block_row]:
         raise UnsupportedError(
             "it was computed twice, and did not store as many elements both times",
             tensor=tensor,
             hint="Compute it first, or make it reproducible: a random generator needs a seed",
         )
-    first = known["rows"][number] if role == "coords" else 0
-    before = known["starts"][number]
+    first = known["rows"][block_row] if role == "coords" else 0
+    before = known["starts"][block_row]
     moved = [coords[0] + first, *coords[1:]]
-    return _of_role(role, moved, values, block.shape[0], before, is_first=number == 0)
+    return _of_role(role, moved, values, block.shape[0], before, is_first=block_row == 0)
 
 
 def _of_role(
