@@ -317,19 +317,26 @@ def blocks_of(array: Any, rows: int, columns: int) -> Sample:
         results = (_chunk_extremes(array, [0] * array.ndim, array.shape, split, size),)
     values = np.zeros(size)
     is_dead = np.ones(shape[0], bool)
-    for blocks, extremes, row_numbers, is_zero in results:
-        values[blocks] = _larger(values[blocks], extremes)
+    for chunk in results:
+        values[chunk.blocks] = _larger(values[chunk.blocks], chunk.extremes)
         # A row is dead if it is zero in all chunks that it crosses.
-        is_dead[row_numbers] &= is_zero
+        is_dead[chunk.rows] &= chunk.is_zero
     return Sample(values, shape, np.arange(shape[0]), shape[1], np.flatnonzero(is_dead))
+
+
+class _ChunkExtremes(NamedTuple):
+    """The share of a picture that one chunk fills."""
+
+    blocks: Any  # that it overlaps, as an index into the picture
+    extremes: Array  # of these blocks
+    rows: Array  # in the folded array
+    is_zero: Array  # for each of these rows
 
 
 def _chunk_extremes(
     chunk: Any, start: list[int], shape: tuple[int, ...], split: int, size: tuple[int, int]
-) -> tuple[Any, Array, Array, Array]:
-    """Return the blocks that a chunk overlaps, their extremes, its rows, and which are zero."""
-    # The blocks are an index into a picture of `size`, and the rows are numbers in the folded
-    # array.
+) -> _ChunkExtremes:
+    """Return the extremes of the blocks of a picture of `size` that a chunk overlaps."""
     values = _real_numbers(chunk)
     rows = _flat_indices(start[:split], values.shape[:split], shape[:split])
     columns = _flat_indices(start[split:], values.shape[split:], shape[split:])
@@ -344,7 +351,7 @@ def _chunk_extremes(
         first = np.flatnonzero(np.diff(block, prepend=-1))
         table = _extremes(table, first, axis)
         blocks.append(block[first])
-    return np.ix_(*blocks), table, rows, is_zero
+    return _ChunkExtremes(np.ix_(*blocks), table, rows, is_zero)
 
 
 def _flat_indices(start: list[int], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Array:

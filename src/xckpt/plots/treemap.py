@@ -50,6 +50,15 @@ class Tile(NamedTuple):
     height: float
 
 
+class _Nameless(NamedTuple):
+    """A box without room for a name."""
+
+    box: Tile
+    ink: str  # colour of text in it
+    name: str
+    facts: str
+
+
 @dataclass(slots=True)
 class _Module:
     """A module with its children, or a tensor without any; all indices are one child, ``*``."""
@@ -172,8 +181,7 @@ class _Canvas:
         # The layout comes later, and takes a little for the titles.
         bounds, (width, height) = ax.get_position(), figure.get_size_inches()
         self.inches = bounds.width * width, bounds.height * height
-        #: Boxes without room for a name, with their text colours, names and facts.
-        self.nameless: list[tuple[Tile, Any, str, str]] = []
+        self.nameless: list[_Nameless] = []
 
     def draw(self, module: _Module, box: Tile, path: tuple[str, ...]) -> None:
         """Draw a module and its children in a box."""
@@ -227,13 +235,13 @@ class _Canvas:
                 text.set(clip_on=True, text="\n".join(lines), parse_math=False)
                 return
         name = strip_separator("".join((*path, module.name)))
-        self.nameless.append((box, ink, name, _facts(module)))
+        self.nameless.append(_Nameless(box, ink, name, _facts(module)))
 
     def list_nameless(self) -> None:
         """List the largest boxes without names at the right, and number those with room for it."""
-        self.nameless.sort(key=lambda item: -item[0].width * item[0].height)
+        self.nameless.sort(key=lambda item: -item.box.width * item.box.height)
         listed = self.nameless[:_MOST_LISTED]
-        names = apart([name for _, _, name, _ in listed], _WIDEST_LISTED)
+        names = apart([item.name for item in listed], _WIDEST_LISTED)
         lines = []
         for number, ((box, ink, _, facts), name) in enumerate(zip(listed, names, strict=True), 1):
             height = box.height * self.inches[1] * 72

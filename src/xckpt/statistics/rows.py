@@ -218,14 +218,15 @@ def _moments_of_integers(table: Array) -> Array:
     everywhere = np.ones(table.shape, np.bool_)
     wide = distances.astype(np.float64)
     center = wide.sum(axis=1) / table.shape[1]
-    moments = _central_moments(wide - center[:, None], everywhere, low == high)
+    # The exact mean follows from the sum of integers.
+    _, variance, skew, kurtosis = _central_moments(wide - center[:, None], everywhere, low == high)
     lower = (table.view(np.uint64) & np.uint64(0xFFFFFFFF)).sum(axis=1).tolist()
     upper = (table >> 32).sum(axis=1).tolist()
     halves = zip(upper, lower, strict=True)
     mean = np.array([((high << 32) + low) / table.shape[1] for high, low in halves])
-    std = np.sqrt(moments[1])
+    std = np.sqrt(variance)
     rms = np.hypot(mean, std)
-    return np.stack([mean, std, rms, np.sqrt(table.shape[1]) * rms, *moments[2:]])
+    return np.stack([mean, std, rms, np.sqrt(table.shape[1]) * rms, skew, kurtosis])
 
 
 def _central_moments(
