@@ -460,11 +460,7 @@ class HubSource(ObjectSource):
         identity: Any = self.identity
         if self.size > _LARGEST_IN_GIT or len(identity[1][1]) != _LENGTH_OF_GIT_ID:
             return super()._get(offset, nbytes)
-
-        try:
-            body = _small.get((self.name, identity), self._whole)
-        except FileNotFoundError as error:
-            raise changed(self.name, "it is no longer there") from error
+        body = _small.get((self.name, identity), self._whole)
         if body is None:
             return super()._get(offset, nbytes)
         return memoryview(body)[offset : offset + nbytes]

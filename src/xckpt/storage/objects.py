@@ -236,13 +236,7 @@ class ObjectSource(RemoteSource):
         etag = dict(identity[1:]).get("ETag", "")
         if etag.startswith('"'):  # weak ones never match
             options["if_match"] = etag
-        try:
-            _, data = self._answer(options, self._compare)
-        except FileNotFoundError as error:
-            raise changed(self.name, "it is no longer there") from error
-        if len(data) != nbytes:
-            raise TransientError(f"asked for {nbytes} bytes at {offset}, got {len(data)}")
-        return data
+        return self._answer(options, self._compare)[1]
 
     def _answer(
         self, options: dict[str, Any], check: Callable[[str, Any], None]

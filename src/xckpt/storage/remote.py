@@ -96,6 +96,16 @@ class RemoteSource(Source):
     def _get(self, offset: int, nbytes: int) -> memoryview:
         """Make one request for a range of the opened version; runs on any thread."""
 
+    def _get_all(self, offset: int, nbytes: int) -> memoryview:
+        """Make one request, and raise if the file is gone or bytes are missing."""
+        try:
+            data = self._get(offset, nbytes)
+        except FileNotFoundError as error:
+            raise changed(self.name, "it is no longer there") from error
+        if len(data) != nbytes:
+            raise TransientError(f"asked for {nbytes} bytes at {offset}, got {len(data)}")
+        return data
+
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         names = ("name", "size", "identity", "storage_options", "limits")
         return None, {**{name: getattr(self, name) for name in names}, "_first": b""}
@@ -151,7 +161,7 @@ class RemoteSource(Source):
         """Request a range of bytes, and repeat the request after transient failures."""
         self._first = b""  # values are read after the header
         start = time.monotonic()
-        data = retried(self.name, partial(self._get, offset, nbytes), self.limits)
+        data = retried(self.name, partial(self._get_all, offset, nbytes), self.limits)
         took = time.monotonic() - start
         logger.debug("%d bytes at %d in %.3f s: %s", nbytes, offset, took, loggable(self.name))
         self._check_beginning()  # afterwards, so that it covers this read
@@ -197,7 +207,7 @@ class RemoteSource(Source):
         if identity[1:] and identity[-1][0] == _BEGINNING:
             last = self._last_check()
             if time.monotonic() - last.time >= TRUSTED_SECONDS:
-                read = partial(self._get, 0, min(self.size, FIRST_NBYTES))
+                read = partial(self._get_all, 0, min(self.size, FIRST_NBYTES))
                 if _digest(retried(self.name, read, self.limits)) != identity[-1][1]:
                     raise changed(self.name, "it begins with other bytes")
                 last.time = time.monotonic()
@@ -301,16 +311,12 @@ class FsspecSource(RemoteSource):
                 file.seek(offset)
                 return bytes(file.read(nbytes))
 
-        try:
-            if self._is_here() or time.monotonic() - self._last_check().time >= TRUSTED_SECONDS:
-                self._compare()
-            data = self._call(cat)[:nbytes]
-            if len(data) == nbytes:
-                return memoryview(data)
+        if self._is_here() or time.monotonic() - self._last_check().time >= TRUSTED_SECONDS:
             self._compare()
-        except FileNotFoundError as error:
-            raise changed(self.name, "it is no longer there") from error
-        raise TransientError(f"asked for {nbytes} bytes at {offset}, got {len(data)}")
+        data = self._call(cat)[:nbytes]
+        if len(data) < nbytes:
+            self._compare()
+        return memoryview(data)
 
     def _compare(self) -> None:
         """Compare the version of the file now with the one that was opened."""
