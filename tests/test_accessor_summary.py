@@ -346,6 +346,16 @@ class TestResults:
         assert "Statistics" in repr(stats["h.0.w"].ckpt)
         assert stats.ckpt.findings().equals(ds.ckpt.findings())
 
+    def test_files_of_one_name_are_told_apart_by_their_folders(
+        self, ds: xr.Dataset, tmp_path: Path
+    ) -> None:
+        paths = [tmp_path / folder / "base.zt" for folder in ("x", "y")]
+        for path in paths:
+            path.parent.mkdir()
+            xckpt.save(ds, path)
+        title = "<Comparison of x/base.zt with y/base.zt>"
+        assert repr(xckpt.compare(*paths).ckpt).startswith(title)
+
     def test_a_comparison(self, ds: xr.Dataset, tmp_path: Path) -> None:
         paths = [tmp_path / "a.zt", tmp_path / "b.safetensors"]
         xckpt.save(ds, paths[0])

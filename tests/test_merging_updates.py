@@ -162,6 +162,22 @@ class TestAdapters:
         }
         assert_changed(saved(merged, tmp_path), weights, expected)
 
+    def test_several_are_merged_one_after_the_other(self, base: xr.Dataset, tmp_path: Path) -> None:
+        path = adapter(tmp_path / "lora", lora(Q, 24, 16))
+        with pytest.raises(TypeError, match=r"one after the other: .*merge\(a\)\.ckpt\.merge\(b\)"):
+            base.ckpt.merge([path, path])
+
+    def test_resized_embeddings_of_peft_replace_those_of_the_model(
+        self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        module, table = "base_model.model.model.embed_tokens", numbers(42, 16, seed=9)
+        names = [f"{module}.{word}weight" for word in ("", "modules_to_save.", "original_module.")]
+        tensors = lora(Q, 24, 16) | dict.fromkeys(names[:2], table) | {names[2]: table[::-1]}
+        path = adapter(tmp_path / "lora", tensors, modules_to_save=["embed_tokens"])
+        assert list(xckpt.open(path).ckpt.adapters().index) == [Q, EMBED]
+        changed = {Q: weights[Q] + 1.5 * product(Q, 24, 16), EMBED: table}
+        assert_changed(saved(base.ckpt.merge(path), tmp_path), weights, changed)
+
     def test_linear_layers_with_inputs_first_are_turned(
         self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
     ) -> None:

@@ -13,6 +13,7 @@ from tests.test_stacking import moe, zt
 from xckpt.arrays.stacked import StackedArray
 from xckpt.errors import CheckpointWarning
 from xckpt.opening.steps import open_steps
+from xckpt.writing.saving import save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,6 +135,17 @@ def test_steps_with_different_tensors(tmp_path: Path) -> None:
     assert list(ds.data_vars) == ["a"]
     with pytest.raises(ValueError, match="join='outer'"):
         open_steps(pattern, join="outer")  # type: ignore[arg-type]  # that is the test
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_truncated_step_is_named(tmp_path: Path, number: int) -> None:
+    for step in (1, 2):
+        save({"a": np.ones(300), "b": np.ones(300)}, tmp_path / f"{step}.safetensors")
+    path = tmp_path / f"{number}.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    text = rf"'b' cannot be read in .*{number}\.safetensors \(the file ends at .*may be truncated"
+    with pytest.raises(ValueError, match=text):
+        open_steps(str(tmp_path / "*.safetensors"))
 
 
 def test_a_tensor_named_like_the_dimension(tmp_path: Path) -> None:

@@ -280,10 +280,9 @@ class TestTypesOfResults:
             text = r"16 computed elements NaN, unlike the sources: 'fc\.weight'"
             with pytest.warns(CheckpointWarning, match=text):
                 result[["fc.weight"]].ckpt.save("out.safetensors", overwrite=True)
+            options: Any = {"overwrite": True, "compute": False}
+            later = result[["fc.weight"]].ckpt.save("out.safetensors", **options)
             with pytest.warns(CheckpointWarning, match=text):
-                later = result[["fc.weight"]].ckpt.save(
-                    "out.safetensors", overwrite=True, compute=False
-                )
                 later.compute()
         save({"fc.weight": np.array([1, np.nan], "f4")}, "stored.safetensors")
         (2 * xckpt.open("stored.safetensors")).ckpt.save("out.safetensors", overwrite=True)

@@ -112,7 +112,8 @@ def test_shards_of_another_model_are_refused(
         Path("out/model.safetensors.index.json").unlink()
     before = names("out")
     changed = xckpt.open("base") + 1
-    with pytest.raises(ValueError, match=r"model-00001-of-00003\.safetensors.*remove them"):
+    text = r"model-00001-of-00003\.safetensors.*another folder.*remove them only once .*complete"
+    with pytest.raises(ValueError, match=text):
         changed.ckpt.save("out/", overwrite=overwrite)
     assert main(["convert", "base", "out", *(["--overwrite"] if overwrite else [])]) == 2
     assert "model-00001-of-00003.safetensors" in capsys.readouterr().err

@@ -355,6 +355,11 @@ def test_the_suffix_decides_the_format(tmp_path: Path) -> None:
         ValueError, match="format 'torch' is read-only; writable formats are: burnpack"
     ):
         save(ds, tmp_path / "m.pt")
+    text = r"several programs use .*'pytorch_model\.bin' \('torch' is only read; .*\.safetensors"
+    with pytest.raises(ValueError, match=text):
+        save(ds, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"ends in a slash, which pathlib removes: '.*/out/'"):
+        save(ds, tmp_path / "out")
 
 
 def test_encodings_of_tensors_are_not_options_of_a_format(tmp_path: Path) -> None:

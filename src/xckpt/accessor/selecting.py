@@ -71,6 +71,8 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
     from xckpt.opening.configs import adapter_in, read_config
     from xckpt.scan.entries import contents_of_all
 
+    if isinstance(other, list | tuple):
+        raise TypeError("several are merged one after the other: base.ckpt.merge(a).ckpt.merge(b)")
     [tensors] = contents_of_all([adapter_in(other)])
     config = read_config(tensors.source, tensors.attrs, "adapter_config")
     return merged(obj, tensors, find_adapters(tensors, config), scale)

@@ -73,6 +73,7 @@ _ADAPTER_NAME = re.compile(
     r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[^.]+"
 )
 _PREFIXES = ("base_model.model.", "base_model.")
+_SAVED = ".modules_to_save."
 # Names of diffusers before 0.22, after the names of attention processors are removed.
 _TEXT_ENCODER_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 # The part of a pipeline in front of a name. Models call other modules `transformer`.
@@ -183,7 +184,9 @@ def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> lis
             adapters.append(replace(adapter, base=base, is_optional=True))
     for name in remaining_names:
         base = _base_of(name)
-        if base not in bases:  # PEFT saves trained embeddings next to their factors
+        # PEFT saves trained embeddings next to their factors, and resized ones up to three times.
+        is_copy = _SAVED in name and name.replace(_SAVED, ".") in shapes
+        if base not in bases and not is_copy and ".original_module." not in name:
             adapters.append(Adapter(base, "saved", {"value": name}, shapes[name]))
     repeated = [base for base, count in Counter(a.base for a in adapters).items() if count > 1]
     if repeated:
@@ -245,7 +248,7 @@ def _factor_names(module: _AdaptedModule) -> tuple[str, str, str] | None:
 def _base_of(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    for wrapper in (".base_layer.", ".modules_to_save.", ".token_adapter.", ".processor."):
+    for wrapper in (".base_layer.", _SAVED, ".token_adapter.", ".processor."):
         name = name.replace(wrapper, ".")
     return name
 

@@ -244,7 +244,8 @@ def _merged(name: str, variable: xr.Variable, changes: Sequence[_Change]) -> xr.
     shape, array = variable.shape, _wide(variable.data)
     for change in changes:
         adapter = change.adapter
-        if adapter.shape != shape and adapter.kind not in {"rows", "ia3"}:
+        is_resized = adapter.kind == "saved" and adapter.shape[1:] == shape[1:]
+        if adapter.shape != shape and not is_resized and adapter.kind not in {"rows", "ia3"}:
             raise ValueError(
                 f"{shown(name)} has the shape {list(shape)}, and its change the shape "
                 f"{list(adapter.shape)}"

@@ -341,7 +341,8 @@ def _common(
             if name not in tensors:
                 problems.setdefault(name, f"is not in {label}")
             elif stacking_key(tensors[name], names, options) != kind:
-                problems.setdefault(name, f"has another shape, type or layout in {label}")
+                steps = {label: tensors[name], labels[0]: chosen[0][name]}
+                problems.setdefault(name, _difference(steps))
         for name in tensors.keys() - first.keys():
             problems.setdefault(name, f"is in {label}, and not in {labels[0]}")
     if problems:
@@ -359,6 +360,15 @@ def _common(
             raise ValueError(f"{text}. join='inner' leaves them out")
         warn(f"{text}: left out")
     return first.keys() - problems.keys()
+
+
+def _difference(steps: dict[str, Tensor]) -> str:
+    """Return how a tensor of the first step differs from the same one of another."""
+    for label, tensor in steps.items():
+        if tensor.problem is not None:
+            reason, hint = tensor.problem.reason, tensor.problem.hint
+            return f"cannot be read in {label} ({reason}{f'. {hint}' if hint else ''})"
+    return f"has another shape, type or layout in {next(iter(steps))}"
 
 
 def _stacking(options: OpenOptions, dim: str, listing: Listing) -> OpenOptions:

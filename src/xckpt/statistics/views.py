@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import isnan
+from posixpath import dirname
 from typing import TYPE_CHECKING, Any
 
 from xckpt.formatting import base_name, counted, printable, shape_text, shortened
@@ -51,8 +52,12 @@ def result_blocks(result: xr.Dataset) -> list[Block] | None:
     kind = _kind_of(result)
     if kind is None:
         return None
-    files = [result.attrs.get("source"), result.attrs.get("compared_with")]
-    title = " with ".join(base_name(str(file)) for file in files if file)
+    stated = [result.attrs.get("source"), result.attrs.get("compared_with")]
+    files = [str(file).rstrip("/") for file in stated if file]
+    names = [base_name(file) for file in files]
+    if len(set(names)) < len(set(files)):
+        names = [f"{base_name(dirname(file))}/{base_name(file)}" for file in files]
+    title = " with ".join(names)
     noun = f"{kind} of" if title else kind
     unit = "channel" if has_channels(result) else "tensor"
     tensors = counted(len(tensor_names(result)), unit)

@@ -101,8 +101,8 @@ class Target(NamedTuple):
             # No `FileExistsError`: `overwrite` does not help.
             raise ValueError(
                 f"{file.parent}/ has another checkpoint, which readers would prefer to "
-                f"{file.name}: {some(sorted(names), 'files')}; choose another name or folder, or "
-                "remove them first"
+                f"{file.name}: {some(sorted(names), 'files')}; save into another folder, and "
+                "remove them only once the new file is complete, as it may be computed from them"
             )
 
     def check(self) -> None:
@@ -120,7 +120,7 @@ def writer_of(
     format_options: Mapping[str, Any] | None = None,
 ) -> formats.Format:
     """Return the format of a new file; raise `TypeError` for options that it does not have."""
-    engine = engine or (_FOLDER_FORMAT if _is_folder(path) else _format_of(os.fspath(path)))
+    engine = engine or (_FOLDER_FORMAT if _is_folder(path) else _format_of(path))
     writer = formats.writable(engine)
     supported = tuple(writer.write_options)
     for option in format_options or {}:
@@ -136,8 +136,9 @@ def writer_of(
     return writer
 
 
-def _format_of(path: str) -> str:
+def _format_of(target: str | os.PathLike[str]) -> str:
     """Return the format that the suffix of a path belongs to; raise unless there is exactly one."""
+    path = os.fspath(target)
     name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
     is_index = name.endswith(INDEX_SUFFIX)
     name = name.removesuffix(INDEX_SUFFIX)
@@ -172,7 +173,11 @@ def _format_of(path: str) -> str:
             hint = f" (did you mean {similar!r}?)"
         choices = ", ".join(repr(format.name) for format in writable)
     if not matches and not ending:
-        hint = f" (a folder as target ends in a slash: {path + '/'!r})"
+        removed = "" if isinstance(target, str) else ", which pathlib removes"
+        hint = f" (a folder as target ends in a slash{removed}: {path + '/'!r})"
+    readers = [format.name for format in candidates if not format.can.types]
+    if matches and readers:
+        hint = f" ({some(readers)} is only read; its libraries load .safetensors)"
     problem = "several programs use" if matches else "no format that is written has"
     raise ValueError(
         f"{problem} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {choices}"  # noqa: PTH119
