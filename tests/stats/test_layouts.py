@@ -498,3 +498,38 @@ def test_axes_of_one_position_come_and_go(is_renamed: bool, is_turned: bool) -> 
     ours[name][[3, 5]] = ours[name][[5, 3]]
     table = explained(*sides)
     assert {name, new.format("to_q")} & set(table.index[table.outcome != "explained"])
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def numbered_otherwise() -> Sides:
+    """Return blocks that one side counts in two numbers, and the other side in one, as in UNets."""
+    normal = random_of(5)
+    ours: Tensors = {}
+    theirs: Tensors = {}
+    modules = {"conv_in": ("input_blocks.0.0", (8, 4, 3, 3))}
+    for stage, block in ((stage, block) for stage in range(4) for block in range(3)):
+        base, new = f"up_blocks.{stage}.resnets.{block}", f"output_blocks.{3 * stage + block}.0"
+        modules[f"{base}.norm1"] = f"{new}.in_layers.0", (8,)
+        modules[f"{base}.conv1"] = f"{new}.in_layers.2", (8, 8, 3, 3)
+        if not block:
+            modules[f"{base}.conv_shortcut"] = f"{new}.skip_connection", (8, 8, 1, 1)
+    for name, (new, shape) in modules.items():
+        ours |= {f"{name}.weight": normal(*shape), f"{name}.bias": normal(shape[0])}
+        theirs |= {f"{new}.{leaf}": ours[f"{name}.{leaf}"] for leaf in ("weight", "bias")}
+    return ours, theirs
+
+
+@pytest.mark.parametrize("names", [None, "auto"])
+def test_blocks_may_be_numbered_in_another_way(names: Any) -> None:
+    ours, theirs = numbered_otherwise()
+    rounded = {name: values.astype(np.float16) for name, values in theirs.items()}
+    for b in (theirs, rounded):
+        table = explained(ours, b, names=names)
+        assert table.query("outcome != 'explained'").empty, table.explanation.to_dict()
+    # Exchanged in one block.
+    first, second = (f"output_blocks.4.0.in_layers.{n}.bias" for n in (0, 2))
+    exchanged = theirs | {first: theirs[second], second: theirs[first]}
+    table = explained(ours, exchanged, names=names)
+    assert not table.query("outcome != 'explained'").empty

@@ -104,6 +104,8 @@ class Rules:
         # Other first words, and other last words, of names that have the remaining words in common.
         self._fronts: dict[str, Counter[str]] = defaultdict(Counter)
         self._ends: dict[str, Counter[str]] = defaultdict(Counter)
+        #: Numbers of pairs of two modules.
+        self._modules = Counter((_stem_of(a), _stem_of(b)) for a, b in self.pairs)
         for a, b in self.pairs:
             first, second = spelled(a), spelled(b)
             if self._numbers(first) == second.numbers:
@@ -152,6 +154,15 @@ class Rules:
             return None
         return ranked[0]
 
+    def _contradicts(self, expected: tuple[str, int], a: str, b: str) -> bool:
+        """Return whether an expected name and its support contradict a pair."""
+        name, support = expected
+        if name == b or support <= self.support(a, b):
+            return False
+        # One other pair is less than the tensors of a module that stay together.
+        is_together = self._modules[_stem_of(a), _stem_of(b)] > 1
+        return support > 1 or not is_together or _stem_of(name) == _stem_of(b)
+
     def _keep_numbers(self) -> bool:
         """Return whether most pairs have the same numbers."""
         pairs = [(spelled(a), spelled(b)) for a, b in self.pairs]
@@ -166,7 +177,7 @@ class Rules:
         self,
         names_of_a: Collection[str],
         names_of_b: Collection[str],
-        shapes: dict[str, object],
+        shapes: Mapping[str, object],
         conventions: Mapping[str, str],
         *,
         keeps_numbers: bool = False,
@@ -183,15 +194,17 @@ class Rules:
         back = Rules((b, a) for a, b in self.pairs)
         for a, b in self.pairs:
             expected, origin = self.expected(a, names_of_b), back.expected(b, names_of_a)
-            if origin is not None and origin[0] != a and origin[1] > back.support(b, a):
+            if origin is not None and back._contradicts(origin, b, a):
                 broken[a] = ""
-            if expected is not None and expected[0] != b and expected[1] > self.support(a, b):
+            if expected is not None and self._contradicts(expected, a, b):
                 broken[a] = expected[0]
             elif are_other_roles(a, b):
                 broken[a] = ""
         for a in self._renumbered(names_of_a, names_of_b) if keeps_numbers else ():
             broken.setdefault(a, "")
         for a in self._disordered():
+            broken.setdefault(a, "")
+        for a in self._parted(shapes):
             broken.setdefault(a, "")
         for a, expected_name in self._unconventional(conventions):
             broken.setdefault(a, expected_name)
@@ -254,6 +267,28 @@ class Rules:
             if are_counted_alike or len(wrong) <= len(group) / 3:
                 yield from wrong
 
+    def _parted(self, shapes: Mapping[str, object]) -> Iterator[str]:
+        """Yield names of `a` that two modules exchanged; their other tensors stayed where they were.
+
+        A bias is then in one module, and the weight that belongs to it in another one.
+        """
+        partners: dict[str, dict[str, str]] = defaultdict(dict)
+        for a, b in self.pairs:
+            stem = _stem_of(a)
+            partners[stem][a.removeprefix(stem)] = b
+        by_targets: dict[frozenset[str], list[str]] = defaultdict(list)
+        for stem, leaves in partners.items():
+            targets = frozenset(map(_stem_of, leaves.values()))
+            if len(targets) == 2:
+                by_targets[targets].append(stem)
+        for stems in by_targets.values():
+            if len(stems) != 2:
+                continue
+            first, second = (partners[stem] for stem in stems)
+            for leaf in first.keys() & second.keys():
+                if shapes.get(first[leaf]) == shapes.get(second[leaf]):
+                    yield from (stem + leaf for stem in stems)
+
     def _unconventional(self, conventions: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield names of `a` with their conventional name, if another tensor has it."""
         partners = {b: a for a, b in self.pairs}
@@ -263,11 +298,17 @@ class Rules:
             if usual != b and conventions.get(competitor, usual) != usual:
                 yield a, usual
 
-    def _exchanged(self, shapes: dict[str, object]) -> Iterator[tuple[str, str]]:
+    def _exchanged(self, shapes: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         """Yield names of `a` with the name of `b` that fits better after exchanging two pairs."""
         groups: dict[object, list[tuple[str, str]]] = defaultdict(list)
-        for a, b in self.pairs:
-            groups[shapes.get(b)].append((a, b))
+        # Tensors of one module that stay together show that its other shapes are right, too.
+        modules: dict[object, set[tuple[str, object]]] = defaultdict(set)
+        stems = [(_stem_of(a), _stem_of(b)) for a, b in self.pairs]
+        for (_, b), stem in zip(self.pairs, stems, strict=True):
+            modules[stem].add((b, shapes.get(b)))
+        for (a, b), stem in zip(self.pairs, stems, strict=True):
+            together = sorted(str(shape) for _, shape in modules[stem])
+            groups[shapes.get(b), *together].append((a, b))
         for group in groups.values():
             tested = [(a, b, self.support(a, b) > 1) for a, b in group[:_MOST_EXCHANGED]]
             if all(is_supported for *_, is_supported in tested):
@@ -348,6 +389,10 @@ def _filled(template: str, numbers: tuple[int, ...]) -> str:
 def _split(template: str) -> tuple[str, str]:
     stem, dot, leaf = template.rpartition(".")
     return stem, dot + leaf
+
+
+def _stem_of(name: str) -> str:
+    return "".join(_split_before_dots(name)[:-1])
 
 
 def _fronts(a: str, b: str) -> list[tuple[str, str]]:
