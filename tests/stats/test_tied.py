@@ -100,3 +100,39 @@ class TestOmittedHead:
         a = model | {"extra.weight": model["model.embed_tokens.weight"].copy()}
         table = xckpt.compare(a, model, explain=True, progress=False).ckpt.table()
         assert table.loc["extra.weight", "outcome"] == "unmatched"
+
+
+class TestCopies:
+    """Copies that a file stores of a tensor, because the model has two names for it."""
+
+    def test_of_an_embedding_are_explained(self) -> None:
+        """`state_dict()` of T5 has its embeddings three times."""
+        rng = np.random.default_rng(1)
+        base, attention = "{}.block.{}.layer.0.", ("q", "k", "v", "o")
+        ours = {"shared.weight": rng.standard_normal((40, 16)).astype("f4")}
+        for stack, layer in (("encoder", 0), ("encoder", 1), ("decoder", 0), ("decoder", 1)):
+            front = base.format(stack, layer)
+            ours[f"{front}layer_norm.weight"] = rng.standard_normal(16).astype("f4")
+            for name in attention:
+                values = rng.standard_normal((16, 16)).astype("f4")
+                ours[f"{front}SelfAttention.{name}.weight"] = values
+        copies = {f"{n}.embed_tokens.weight": ours["shared.weight"] for n in ("encoder", "decoder")}
+        table = xckpt.compare(ours, ours | copies, explain=True, progress=False).ckpt.table()
+        assert set(table["outcome"]) == {"explained"}
+        assert set(table.loc[list(copies), "cause"]) == {"tied"}
+
+    def test_of_the_same_bytes_are_explained(self, tmp_path: Path) -> None:
+        torch = pytest.importorskip("torch")
+        torch.manual_seed(0)
+        ours = {"head.bias": torch.randn(16), "head.weight": torch.randn(8, 16)}
+        torch.save(ours, tmp_path / "a.pt")
+        torch.save(ours | {"head.decoder.bias": ours["head.bias"]}, tmp_path / "b.pt")
+        paths = tmp_path / "a.pt", tmp_path / "b.pt"
+        table = xckpt.compare(*paths, explain=True, progress=False).ckpt.table()
+        assert table.loc["head.decoder.bias", ["outcome", "cause"]].to_list() == [
+            "explained",
+            "tied",
+        ]
+        torch.save(ours | {"head.decoder.bias": ours["head.bias"].clone()}, paths[1])
+        table = xckpt.compare(*paths, explain=True, progress=False).ckpt.table()
+        assert table.loc["head.decoder.bias", "outcome"] == "unmatched"

@@ -268,7 +268,7 @@ class Rules:
                 yield from wrong
 
     def _parted(self, shapes: Mapping[str, object]) -> Iterator[str]:
-        """Yield names of `a` that two modules exchanged; their other tensors stayed where they were.
+        """Yield names of `a` that two modules exchanged, while their other tensors stayed.
 
         A bias is then in one module, and the weight that belongs to it in another one.
         """

@@ -558,16 +558,27 @@ def tied(work: Work) -> Explanations:
     }
     for n, owner, link in links:
         if link.relation is not None and not link.relation.causes and not link.is_constant:
-            explanations[n] = _tied(work, n, owner, link.names)
+            explanations[n] = _tied(work, n, owner, link)
     return explanations
 
 
-def _tied(work: Work, n: int, owner: int, names: tuple[str, str]) -> Explanation:
+def _tied(work: Work, n: int, owner: int, link: Link) -> Explanation:
     """Explain a copy of another tensor, which a side need not store if a model ties the two."""
-    status, explanation = work.cases[n].status, work.explanations.get(owner)
-    structure = work.places.structures[ALONE.index(status)]
-    slots = {structure.slot(name) for name in names if name in structure}
-    if slots == _TIED_SLOTS and explanation is not None and explanation.verified:
+    status, explanation, names = work.cases[n].status, work.explanations.get(owner), link.names
+    side = ALONE.index(status)
+    structure = work.places.structures[side]
+    slots = {structure.slot(name) if name in structure else "" for name in names}
+    keys = {work.places.key(side, name) for name in names}
+    stored = {order.tensor.identity for order in link.orders[0]}
+    is_tied = (
+        # The embeddings of an encoder and a decoder, or of a decoder and its output layer.
+        slots <= _TIED_SLOTS
+        # Two names of one place.
+        or (len(keys) == 1 and None not in keys)
+        # The file has two names for the same bytes.
+        or (len(stored) == 1 and None not in stored)
+    )
+    if is_tied and explanation is not None and explanation.verified:
         text = f"tied to {quoted(names[:1])} of {status[-1]}, which has the same numbers"
         other_names = explanation.other_names or names[:1]
         return Explanation(("tied",), text, other_names=other_names)
