@@ -25,6 +25,7 @@ from xckpt.comparison.explaining.outcome import (
 )
 from xckpt.comparison.explaining.verification import Link, Side, examine_in_turn
 from xckpt.comparison.layouts import Conversion, Layouts, Piece
+from xckpt.comparison.recurrent import recurrent_joints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +55,7 @@ def converted(work: Work) -> Explanations:
         numbers = [n for n in work.open if n not in explanations]
         wholes = _tensors(work, numbers, side, {ALONE[side], "shape"})
         parts = _tensors(work, numbers, 1 - side, {ALONE[1 - side]})
+        explanations |= _recurrent(work, wholes, numbers, side)
         if wholes and parts:
             shapes = _shapes(wholes)
             fused = partial(_fused, layouts, side, shapes)
@@ -65,6 +67,24 @@ def converted(work: Work) -> Explanations:
                     explanations |= described
                 elif attempt.held * 2 >= len(attempt.links):
                     work.partly_held.append(described)
+    return explanations
+
+
+def _recurrent(
+    work: Work, wholes: Mapping[str, _Tensor], numbers: Sequence[int], side: int
+) -> Explanations:
+    """Explain recurrent layers of a graph; pairs by name are verified as a whole."""
+    parts = _tensors(work, numbers, 1 - side, {ALONE[1 - side], "shape"})
+    graph, module = work.places.structures[side], work.places.structures[1 - side]
+    joints = recurrent_joints(graph, _shapes(wholes), module, _shapes(parts))
+    explanations: Explanations = {}
+    for attempt in _verified(work, joints.values(), wholes, parts, side) if joints else ():
+        described = _described(work, attempt, wholes, parts, side)
+        names = {name for piece in attempt.suggestion.pieces for name in piece[:2]}
+        matches = [work.cases[n].match for n in described]
+        pairs = [{x.name for x in (m.ours, m.theirs) if x is not None} for m in matches]
+        if attempt.holds and all(pair <= names for pair in pairs):
+            explanations |= described
     return explanations
 
 
@@ -198,7 +218,8 @@ def _described(
 ) -> Explanations:
     """Explain the tensors of a conversion; a piece that does not hold is a change."""
     conversion = attempt.suggestion
-    cause = "fused" if side else "split"
+    is_pair = len({piece.part for piece in conversion.pieces}) == 1
+    cause = "renamed" if is_pair else "fused" if side else "split"
     extra = ("regrouped",) if conversion.is_regrouped else ()
     fault = () if conversion.is_in_order else ("misplaced",)
     order = "" if conversion.is_in_order else "; not in the order of its siblings"
@@ -215,7 +236,7 @@ def _described(
             [piece.whole if is_part else piece.part for piece, *_ in entries]))  # fmt: skip
         place = SIDES[side if is_part else 1 - side]
         head = f"{quoted(partner_names)} of {place}, {conversion.words}"
-        if is_part:
+        if is_part and not is_pair:
             head = f"part of {head}"
         explained = [explanation for *_, explanation in entries if explanation is not None]
         changes = dict.fromkeys(change for e in explained for change in e.changes)
@@ -234,7 +255,7 @@ def _described(
             is_known=is_known,
             other_names=tuple(partner_names),
             joint=()
-            if is_part
+            if is_part or is_pair
             else (conversion.words, *[spelled(n).template for n in partner_names]),
         )
     return explanations
