@@ -201,9 +201,9 @@ def doubt(link: Link, relation: Relation) -> str:
         is_damaged = counts.equal > _MOST_EQUAL * counts.filled and counts.equal < counts.count
     if not is_damaged:
         return ""
-    different = counts.count - counts.measures.equal
+    different = link.different
     if not different:
         return ""
-    size = f", by {'up to ' if different > 1 else ''}{counts.measures.largest:.4g}"
+    size = f", by {'up to ' if different > 1 else ''}{link.measures['max_abs']:.4g}"
     verb = "differs" if different == 1 else "differ"
     return f"{different:,} of {counted(counts.count, 'element')} {verb}{size}"

@@ -323,6 +323,10 @@ def _float32_patterns(name: str) -> Array:
 def as_floats(values: Array, name: str) -> Array:
     """Return numbers as float32 if it holds all numbers of the kind, else as float64."""
     kind = kind_named(name)
+    if name == "bfloat16":
+        # Half the time of a table.
+        wide: Array = (prepared(values, kind).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return wide
     if kind.exact:
         floats: Array = _float32_patterns(name)[prepared(values, kind)].view(np.float32)
         return floats

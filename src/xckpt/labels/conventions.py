@@ -148,6 +148,18 @@ def _split_index(name: str) -> tuple[str, str | None]:
 @lru_cache(maxsize=1 << 16)
 def _gguf_name(form: str, architecture: Any) -> str | None:
     """Return the name in GGUF of a tensor of layer 0, or None if GGUF has no such tensor."""
+    names = _gguf_names(architecture)
+    for spelling, module, ending in _spellings_of(form):
+        if spelling in names:
+            return names[spelling]
+        if ending and module in names:
+            return names[module] + ending
+    return None
+
+
+@lru_cache(maxsize=1 << 16)
+def _spellings_of(form: str) -> list[tuple[str, str, str]]:
+    """Return the spellings of a name, each with its module and the ending of a weight or bias."""
     unwrapped = _unwrap(form)
     spellings = [
         _spell_leaf(form),
@@ -157,14 +169,10 @@ def _gguf_name(form: str, architecture: Any) -> str | None:
         _spell_gptrs(form, "h", _GPT2),
         f"model.{_spell_gptrs(form, 'layers', _LLAMA)}",
     ]
-    names = _gguf_names(architecture)
-    for spelling in spellings:
-        module, separator, leaf = split_leaf(spelling)
-        if spelling in names:
-            return names[spelling]
-        if leaf in {"weight", "bias"} and module in names:
-            return names[module] + separator + leaf
-    return None
+    pieces = [split_leaf(spelling) for spelling in spellings]
+    endings = [dot + leaf if leaf in {"weight", "bias"} else "" for _, dot, leaf in pieces]
+    modules = [module for module, *_ in pieces]
+    return list(zip(spellings, modules, endings, strict=True))
 
 
 @lru_cache(maxsize=256)

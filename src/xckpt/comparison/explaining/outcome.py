@@ -224,7 +224,8 @@ def related(
     zeros = 0.0 if evidence is None else evidence.zeros / max(evidence.count, 1)
     text = relation.words(zeros)
     if evidence is not None and isinstance(relation, Quantised):
-        text += f"; signal to noise {evidence.decibels:.3g} dB"
+        text += f"; signal to noise {link.measures['sqnr_db']:.3g} dB"
+    measures = None if evidence is None else evidence.measures
     done = filter(None, [*(step.done for step in steps), relation.done])
     are_parts = any(side.size < side.tensor.size for side in link.orders[0])
     explanation = Explanation(
@@ -232,7 +233,7 @@ def related(
         text,
         holds=places.admits_steps(steps, link.names, are_parts=are_parts),
         relation=", ".join(done),
-        measures=None if evidence is None else tuple(evidence.measures.row()),
+        measures=None if measures is None else tuple(measures.row()),
         is_constant=link.is_constant,
     )
     moved = relation.transform
@@ -293,10 +294,10 @@ def unlike(link: Link, steps: Sequence[Step] = ()) -> str:
     share, relation = link.likely
     damage = ""
     if link.evidence is not None:
-        measures, count = link.evidence.measures, link.evidence.count
+        measures, count = link.measures, link.evidence.count
         off = count - round(share * count)
         damage = f", and not for {off:,} of {count:,}"
-        nonfinite = _not_finite(measures.nan, measures.inf)
+        nonfinite = _not_finite(int(measures["nan"]), int(measures["inf"]))
         damage += f"; {nonfinite}" if nonfinite else ""
     done = f", after {' and '.join(step.words for step in steps)}," if steps else ""
     return f"looks like: {relation.words(0.0)}{done} for {percent(share)} of the elements{damage}"

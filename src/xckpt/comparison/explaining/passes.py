@@ -42,6 +42,7 @@ from xckpt.comparison.explaining.sketches import ALIKE, Sketched, StepChain, arr
 from xckpt.comparison.explaining.verification import (
     Link,
     Side,
+    begins_quantised,
     examine,
     examine_in_turn,
     sides_after,
@@ -262,7 +263,8 @@ def in_place(work: Work) -> Explanations:
                 continue
             names = (case.match.name, case.other_name or case.match.name)
             order = sides_after(ours, theirs, case.match.steps)
-            work.in_place[n] = Link(names, [order], work.places.offset(names))
+            offset = work.places.offset(names)
+            work.in_place[n] = Link(names, [order], offset, known=case.measures)
     examine(list(work.in_place.values()), work.bar)
     by_tiles = [(n, link) for n in work.in_place for link in _by_tiles(work, n)]
     examine([link for _, link in by_tiles], work.bar, certain=True)
@@ -275,15 +277,20 @@ def in_place(work: Work) -> Explanations:
 
 
 def _by_tiles(work: Work, n: int) -> Iterator[Link]:
-    """Yield links between tiles with one scale each, for unexplained tensors."""
+    """Yield links between tiles with one scale each, for unexplained tensors.
+
+    Only quantisers depend on the order of the elements.
+    """
     link = work.in_place[n]
     if link.relation is not None or not work.is_aligned(n):
         return
     for size in TILES:
         steps = tiled(tuple(link.orders[0][0].view.shape), size)
         if steps:
-            order = [Side(arranged(side.view, steps), side.tensor) for side in link.orders[0]]
-            yield Link(link.names, [(order[0], order[1])], link.offset)
+            sides = [Side(arranged(side.view, steps), side.tensor) for side in link.orders[0]]
+            order = sides[0], sides[1]
+            if begins_quantised(link.names, order, size**2):
+                yield Link(link.names, [order], link.offset, known=link.known)
 
 
 def moved(work: Work) -> Explanations:

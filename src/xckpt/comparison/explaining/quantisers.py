@@ -69,14 +69,19 @@ class Quantiser(NamedTuple):
             values = np.ascontiguousarray(y, F32).reshape(blocks.shape)
             nearest = np.rint(codes)
             is_held = values == scale * nearest + low
-            # Arithmetic in another order may lead to the other side of a tie.
-            distance = np.abs(np.abs(codes - nearest) - 0.5)
-            is_tie = distance < _TIE * (1 + np.abs(codes))
-            if is_tie.any():
+            if not is_held.all():
+                # Arithmetic in another order may lead to the other side of a tie.
+                distance = np.abs(np.abs(codes - nearest) - 0.5)
+                ties = np.nonzero(distance < _TIE * (1 + np.abs(codes)))
+                step, first = scale[ties[0], 0], low[ties[0], 0]
+                codes, nearest, values = codes[ties], nearest[ties], values[ties]
                 other_code = nearest + np.where(codes < nearest, F32(-1), F32(1))
-                is_held |= is_tie & (values == scale * other_code + low)
-                is_held[distance == 0] = False
-                is_held |= _ties_held(codes, values, scale, low, distance == 0)
+                is_tie_held = is_held[ties] | (values == step * other_code + first)
+                is_exact = distance[ties] == 0
+                is_tie_held[is_exact] = _ties_held(
+                    codes[is_exact], values[is_exact], step[is_exact], first[is_exact]
+                )
+                is_held[ties] = is_tie_held
         flat: Array = is_held.reshape(-1)
         return flat
 
@@ -89,11 +94,11 @@ class Quantiser(NamedTuple):
         return numbers
 
 
-def _ties_held(codes: Array, values: Array, scale: Array, low: Array, is_tie: Array) -> Array:
+def _ties_held(codes: Array, values: Array, scale: Array, low: Array) -> Array:
     """Return a mask of exact ties that follow one rule; implementations have different ones."""
     rules = (np.rint(codes), np.floor(codes + F32(0.5)), np.ceil(codes - F32(0.5)),
              np.copysign(np.floor(np.abs(codes) + F32(0.5)), codes))  # fmt: skip
-    masks = [is_tie & (values == scale * rounded + low) for rounded in rules]
+    masks = [values == scale * rounded + low for rounded in rules]
     best: Array = max(masks, key=np.count_nonzero)
     return best
 
@@ -139,7 +144,7 @@ def _symmetric(most: int) -> Callable[[Array], tuple[Array, Array, Array]]:
     """Return the quantiser of Q8_0, TQ1_0 and TQ2_0: its range is symmetric around zero."""
 
     def repeat(blocks: Array) -> tuple[Array, Array, Array]:
-        scale = np.abs(_largest(blocks)) / F32(most)
+        scale = np.abs(blocks).max(axis=1, keepdims=True) / F32(most)
         return blocks * _inverse(scale), _half(scale), F32(0) * scale
 
     return repeat

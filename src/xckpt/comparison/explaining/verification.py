@@ -12,7 +12,7 @@ import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.streams import LEAF, ChunkedZip, columns_of, whole_leaves
-from xckpt.comparison.arrangements import arranged, parts_of_view
+from xckpt.comparison.arrangements import arranged, part_of, parts_of_view
 from xckpt.comparison.explaining.causes import LIKELY, Elementwise, SampledPairs
 from xckpt.comparison.explaining.quantised_causes import (
     Quantised,
@@ -22,7 +22,7 @@ from xckpt.comparison.explaining.quantised_causes import (
 )
 from xckpt.comparison.explaining.quantisers import graded
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, Transform, spacing_of
-from xckpt.comparison.measure import Comparison, as_floats
+from xckpt.comparison.measure import MEASURES, Comparison, as_floats, measures_of_pairs
 from xckpt.comparison.pairs import pair_of, reader_of_view
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.scan.scanning import Accumulator, gather
@@ -123,6 +123,8 @@ class Link:
     offset: float | None = None
     #: Whether zeros were added, which hides pruning.
     is_padded: bool = False
+    #: The `MEASURES` of the pair, if they are known; else they are computed on the way.
+    known: Mapping[str, float] | None = None
     #: Results of the examination.
     order: int = 0
     correlation: float = math.nan
@@ -150,6 +152,19 @@ class Link:
         return None
 
     @property
+    def measures(self) -> Mapping[str, float]:
+        """The `MEASURES` of the pair."""
+        if self.known is not None or self.evidence is None or self.evidence.measures is None:
+            return self.known or {}
+        row = measures_of_pairs(np.array([self.evidence.measures.row()]))[0]
+        return dict(zip(MEASURES, row.tolist(), strict=True))
+
+    @property
+    def different(self) -> int:
+        """Number of elements that differ."""
+        return round(self.measures["count"] * (1 - self.measures["equal_fraction"]))
+
+    @property
     def likely(self) -> tuple[float, Relation] | None:
         """The relation that holds for most elements, after its share of them."""
         if self.evidence is None or not self.relations:
@@ -160,15 +175,19 @@ class Link:
 
 
 class RelationCounts(Accumulator):
-    """Counts of the pairs of elements for which each relation holds, and sums of their noise."""
+    """Counts of the pairs of elements for which each relation holds."""
 
     # Blocks of quantised elements are in one leaf.
     leaf = LEAF
 
     def __init__(
-        self, measures: Comparison, relations: tuple[Relation, ...], grid: str = ""
+        self,
+        kinds: tuple[str, str],
+        measures: Comparison | None,
+        relations: tuple[Relation, ...],
+        grid: str = "",
     ) -> None:
-        self.kinds = measures.kinds
+        self.kinds = kinds
         self.relations = relations
         self.grid = Transform(types=(grid,)) if grid else None
         self.measures = measures
@@ -180,20 +199,20 @@ class RelationCounts(Accumulator):
         self.matches = np.zeros(len(relations), np.int64)
         #: Zeros in the derived side; counted only if the first relation is masked.
         self.zeros = 0
-        #: Sums of squares of the differences and of `a`, for quantised tensors only.
-        self.noise = self.signal = 0.0
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> RelationCounts:
-        """Return empty counts for a reader of pairs; the argument is the relations and a grid."""
-        return cls(Comparison.begin(reader, None), *argument)
+        """Return empty counts for a reader; the argument is a link."""
+        measures = Comparison.begin(reader, None) if argument.known is None else None
+        return cls(reader.kinds, measures, argument.relations, argument.grid)
 
     def update(self, start: int, *columns: Array) -> None:
         """Add pairs."""
         count = len(columns[0])
         self.count += count
-        plain = [np.ascontiguousarray(c["value"]) if c.dtype.names else c for c in columns]
-        self.measures.update(start, *plain)
+        if self.measures is not None:
+            plain = [np.ascontiguousarray(c["value"]) if c.dtype.names else c for c in columns]
+            self.measures.update(start, *plain)
         block = max(relation.block for relation in self.relations)
         # Elements outside whole blocks stay unverified.
         first = min(count, -start % block)
@@ -228,15 +247,13 @@ class RelationCounts(Accumulator):
                 is_filled = u != 0
                 self.filled += int(np.count_nonzero(is_filled))
                 self.equal += int(np.count_nonzero(is_filled & (u == v)))
-                difference = u - v
-                self.noise += float(np.dot(difference, difference))
-                self.signal += float(np.dot(u, u))
 
     def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
         """Add pairs of zeros that neither side stores."""
         self.count += zeros
         self.zeros += zeros
-        self.measures.imply(zeros)
+        if self.measures is not None:
+            self.measures.imply(zeros)
         block = np.zeros(max(relation.block for relation in self.relations), np.float32)
         for number, relation in enumerate(self.relations):
             if relation.count_matches(block, block) == len(block):
@@ -247,22 +264,17 @@ class RelationCounts(Accumulator):
         self.count += other.count
         self.matches += other.matches
         self.zeros += other.zeros
-        self.noise += other.noise
-        self.signal += other.signal
         self.off_grid += other.off_grid
         self.equal += other.equal
         self.filled += other.filled
-        self.measures.merge(other.measures)
+        if self.measures is not None and other.measures is not None:
+            self.measures.merge(other.measures)
 
     def close(self) -> RelationCounts:
         """Add what the measures have in the memory of this thread."""
-        self.measures.close()
+        if self.measures is not None:
+            self.measures.close()
         return self
-
-    @property
-    def decibels(self) -> float:
-        """Ratio of signal to quantisation noise, in decibels."""
-        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
 
 
 def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> None:
@@ -274,8 +286,7 @@ def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> N
         list(threads.map(_suggest, links) if len(links) > 1 else map(_suggest, links))
     tested = [link for link in links if link.relations and (not certain or link.share == 1.0)]
     pairs: list[Any] = [link.pair for link in tested]
-    arguments = [(link.relations, link.grid) for link in tested]
-    results = gather(pairs, RelationCounts, lambda _, counts: counts, bar, arguments=arguments)
+    results = gather(pairs, RelationCounts, lambda _, counts: counts, bar, arguments=tested)
     for link, evidence in zip(tested, results, strict=True):
         link.evidence = evidence
 
@@ -414,6 +425,18 @@ def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:
     with np.errstate(all="ignore"):
         pairs = sample.first(len(sample.x), relations[0].block)
         return relations[0].count_in(*pairs) / max(1, len(sample.x))
+
+
+def begins_quantised(names: tuple[str, str], order: tuple[Side, Side], size: int) -> bool:
+    """Return whether a quantiser makes the first numbers of one side from those of the other."""
+    starts = [
+        Side(part_of(side.view, (0,) * len(side.view.shape), (1, size)), side.tensor)
+        for side in order
+    ]
+    pair = pair_of(*[start.reader(names[0]) for start in starts], names[0])
+    if INEXACT & set(pair.kinds):
+        return False
+    return suspect_quantised(sample_of(pair, *starts), None, None) is not None
 
 
 def sample_of(pair: Zip | ChunkedZip, ours: Side, theirs: Side) -> SampledPairs:
