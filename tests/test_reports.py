@@ -209,6 +209,13 @@ class TestComparison:
         text = report(model, unrelated, suffix=".md")
         assert "1 only in the second." in text
 
+    def test_attributes_follow_the_differences_of_tensors(
+        self, model: xr.Dataset, report: Callable[..., str], tmp_path: Path
+    ) -> None:
+        xckpt.save(tuned(model).assign_attrs(note="new"), tmp_path / "tuned.zt")
+        text = report(model, tmp_path / "tuned.zt", suffix=".md")
+        assert text.index("| difference |") < text.index("## Attributes")
+
     def test_report_on_a_path(
         self, model: xr.Dataset, report: Callable[..., str], tmp_path: Path
     ) -> None:
@@ -225,6 +232,12 @@ class TestHostileNames:
         values = np.array([np.nan, 1.0, 2.0], np.float32)
         ds = xr.Dataset({name: ("x", values * (n + 1)) for n, name in enumerate(names)})
         return ds.assign_attrs({name: name for name in HOSTILE})
+
+    def test_a_page_breaks_long_words(
+        self, hostile: xr.Dataset, report: Callable[..., str]
+    ) -> None:
+        body = report(hostile).partition("body{")[2].partition("}")[0]
+        assert "overflow-wrap:break-word" in body
 
     def test_hostile_names_in_html(self, hostile: xr.Dataset, report: Callable[..., str]) -> None:
         for page in (Page(report(hostile)), Page(report(hostile, hostile * 2))):

@@ -84,6 +84,14 @@ def test_layers_moments_and_counters_have_rows_of_their_own(folder: Path) -> Non
     assert all(name in html.replace("<wbr>", "") for name in (*layers, "moments", "grad_norm"))
 
 
+def test_findings_of_a_run_are_marked_by_their_severity(tmp_path: Path) -> None:
+    for step, value in enumerate((1.0, 2.0, np.nan)):
+        xckpt.save({"l.0.w": np.full((4, 3), value)}, tmp_path / f"step-{step}.npz")
+    summary = xckpt.open_steps(tmp_path).ckpt.summary(changes=True)
+    assert any(note.startswith("error: ") for note in summary.attrs["notes"])
+    assert "<b>error:</b>" in summary._repr_html_()
+
+
 def test_infinite_metrics_and_as_many_steps_as_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

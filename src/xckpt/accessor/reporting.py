@@ -141,15 +141,15 @@ def relate(
     ]
     if sentence := comparison.attrs.get("explanation"):
         blocks.append(Sentence("", str(sentence)))
-    if attributes := comparison.attrs.get("attributes", ()):
-        omitted = more(len(attributes) - _MOST_CHANGES, "attribute")
-        shown = [[change] for change in attributes[:_MOST_CHANGES]]
-        blocks += [Heading("Attributes"), Table([Field("attributes that differ")], shown, omitted)]
     lines = comparison_lines(frame)
     if len(lines) > 1:
         fields = [Field("tensors", "name"), Field("difference"), Field("number", "word")]
         rows = [(line.subject, line.predicate, line.number.strip(" ()")) for line in lines]
         blocks.append(_table(fields, rows))
+    if attributes := comparison.attrs.get("attributes", ()):
+        omitted = more(len(attributes) - _MOST_CHANGES, "attribute")
+        shown = [[change] for change in attributes[:_MOST_CHANGES]]
+        blocks += [Heading("Attributes"), Table([Field("attributes that differ")], shown, omitted)]
     if "cause" in frame:
         pairs = zip(frame["outcome"], frame["cause"], strict=True)
         causes = Counter((str(outcome), str(cause)) for outcome, cause in pairs)

@@ -19,6 +19,7 @@ from xckpt.index import paused_collector
 from xckpt.labels.filters import combined, select, select_or_raise, suggest_names
 from xckpt.notebook.documents import WIDEST_CELL, Field, Heading, Sentence, Table, more
 from xckpt.notebook.shown import Shown
+from xckpt.notebook.summary import SEVERITIES
 from xckpt.options import OF_FRAMES, ScanOptions, takes
 from xckpt.scan.entries import contents_of, entries_of, filter_of
 from xckpt.statistics.computing import QUANTILES
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from xckpt.statistics.definitions import Groups
     from xckpt.typing import Dataset
 
-_SEVERITIES = ("error", "warning", "info")
 _COLUMNS = ("tensor", "rule", "value", "severity", "explanation")
 _MOST_SHOWN = 60
 _REQUIRED = {"count", "nan", "inf", "zero", "min", "max", "absmax", "std"}
@@ -77,7 +77,7 @@ class FindingsAccessor:
         # Rows of several tables may have been joined.
         tensors = dict.fromkeys([*frame.names, *frame["tensor"]])
         rows = {name: row for row, name in enumerate(tensors)}
-        columns = {name: np.zeros(len(rows)) for name in ("affected", *_SEVERITIES)}
+        columns = {name: np.zeros(len(rows)) for name in ("affected", *SEVERITIES)}
         columns |= {rule: np.zeros(len(rows)) for rule in RULES if rule in set(frame["rule"])}
         for tensor, *names in zip(frame["tensor"], frame["severity"], frame["rule"], strict=True):
             columns["affected"][rows[tensor]] = 1
@@ -117,7 +117,7 @@ class Findings(Shown, pd.DataFrame):
             fields = [Field(str(name), kinds.get(str(name), "word")) for name in self.columns]
             return [Table(fields, list(rows)[:_MOST_SHOWN], more(len(self) - _MOST_SHOWN))]
         counts = self["severity"].value_counts()
-        numbers = [f"{counts[s]:,} {s}" for s in _SEVERITIES if s in counts] or ["none"]
+        numbers = [f"{counts[s]:,} {s}" for s in SEVERITIES if s in counts] or ["none"]
         fact = f"{counted(len(self.names), 'tensor')}: {', '.join(numbers)}"
         return [Heading("", "Findings", [fact]), *findings_blocks(self, _MOST_SHOWN)]
 
@@ -258,7 +258,7 @@ def _judge(
     order = list(RULES)
     ranked = sorted(
         results,
-        key=lambda f: (_SEVERITIES.index(RULES[f.rule].severity), f.row, order.index(f.rule)),
+        key=lambda f: (SEVERITIES.index(RULES[f.rule].severity), f.row, order.index(f.rule)),
     )
     rows = [(f.tensor, f.rule, f.value, RULES[f.rule].severity, f.explanation) for f in ranked]
     frame = Findings(rows, columns=list(_COLUMNS))

@@ -12,7 +12,7 @@ from xckpt.health.runs import COUNTING, changes_of, joint_norm
 from xckpt.notebook.documents import Field, Heading, Sentence, Table, sentence_text, severity_of
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.shown import Shown
-from xckpt.notebook.summary import folded_findings
+from xckpt.notebook.summary import SEVERITIES, folded_findings
 from xckpt.notebook.views import finding_blocks
 from xckpt.opening.runs import run_metrics
 from xckpt.structure import PARAMETERS, Role
@@ -93,8 +93,13 @@ def run_blocks(
     return [
         Heading(summary.attrs["run"], "Run", summary.attrs["facts"]),
         Table(fields, rows, rest, wanted=[titles[0], titles[-1]]),
-        *[Sentence("", note) for note in notes],
+        *map(_note, notes),
     ]
+
+
+def _note(text: str) -> Sentence:
+    severity, _, finding = text.partition(": ")
+    return Sentence(severity, finding) if severity in SEVERITIES else Sentence("", text)
 
 
 def run_summary(

@@ -85,7 +85,8 @@ _MOST_PARTS = 8
 _MOST_FOLDED_ROWS, _WIDEST_WORD = 8, 32
 
 _STYLE = (
-    "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:24px auto;padding:0 16px}"
+    "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:24px auto;padding:0 16px;"
+    f"{_WRAPPED}}}"
     "h1{font-size:22px}h2{font-size:17px;margin-top:28px}"
     "figure{margin:12px 0}figure>*{max-width:100%;height:auto}"
 )

@@ -47,7 +47,7 @@ def apart(labels: Sequence[str], width: int = _WIDTH) -> list[str]:
     Outer modules are omitted if that suffices, from all labels that have them, else words that the
     labels share.
     """
-    texts = [printable(label) for label in labels]
+    texts = [printable(label) or '""' for label in labels]
     needed = {_outer(text, depth) for text in texts if (depth := _depth(text, width))}
     deepest = max(map(len, needed), default=0)
     short = []

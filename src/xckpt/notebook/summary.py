@@ -62,7 +62,8 @@ _FEW = 12
 # Headers, padding and manifests take less than this share of any file of realistic size.
 _UNUSED_SHARE = 0.1
 _UNUSED_BYTES = 1 << 20
-_SEVERITIES = ("error", "warning", "info")
+#: Severities of findings, worst first.
+SEVERITIES = ("error", "warning", "info")
 _MOST_LINES = 300
 _WIDEST_NAME = 60
 _MOST_PARTS = 6
@@ -225,8 +226,8 @@ def folded_findings(findings: Iterable[TensorFinding]) -> Iterator[FoldedFinding
     """Fold the findings of each rule in tensors with similar names."""
     by_rule: dict[tuple[int, str, str], list[TensorFinding]] = {}
     for finding in findings:
-        is_known = finding.severity in _SEVERITIES
-        rank = _SEVERITIES.index(finding.severity) if is_known else len(_SEVERITIES)
+        is_known = finding.severity in SEVERITIES
+        rank = SEVERITIES.index(finding.severity) if is_known else len(SEVERITIES)
         by_rule.setdefault((rank, finding.severity, finding.rule), []).append(finding)
     for (_, severity, rule), group in sorted(by_rule.items(), key=lambda item: item[0][0]):
         # The largest comes first, because a pattern names its first member. NaN sorts anywhere.
@@ -549,7 +550,7 @@ def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, int]]:
     keys = list(node.children)
     for position in ascending([key or "" for key in keys]):
         key, child = keys[position], node.children[keys[position]]
-        name = indices_text(child.indices) if key is None else word(key, _WIDEST_NAME)
+        name = indices_text(child.indices) if key is None else word(key, _WIDEST_NAME) or '""'
         yield "  " * level + name, counted(child.count, "tensor"), child.nbytes
         yield from _lines(child, level + 1)
 

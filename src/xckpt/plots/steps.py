@@ -145,14 +145,13 @@ def _draw_group(
         options["norm"] = LogNorm(low, min(float(shown.max()), _LARGEST_JUMP * high))
     image = ax.imshow(shown, **options | style)
     image.set_cmap(image.get_cmap().with_extremes(bad=_UNCHANGED))
-    label = "norm of the change" + (", relative" if relative else "")
 
     def place_text(row: int, column: int) -> str:
         return f"{names[row]}, {changes.dim} {changes.steps[column + 1]:,}"
 
     extend, notes = mark_beyond(ax, image, shown.filled(np.nan), place_text)
     bar = ax.figure.colorbar(image, ax=ax, extend=extend)
-    bar.set_label(label)
+    bar.set_label("relative change" if relative else "norm of the change")
     if isinstance(image.norm, LogNorm):
         ticks = np.geomspace(*image.get_clim(), _MOST_TICKS)
         bar.set_ticks(ticks.tolist(), labels=[f"{tick:.2g}" for tick in ticks])
