@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -117,6 +118,24 @@ class TestExtracting:
                 base, changed(base, 0.5), tmp_path / "a", rank=4, energy=0.99
             )
         assert set(table["rank"]) == {4}
+
+    @pytest.mark.parametrize("power", [0.0, 0.5, 1.5])
+    @pytest.mark.parametrize("energy", [None, 0.9])
+    def test_a_few_values_of_many(self, energy: float | None, power: float, tmp_path: Path) -> None:
+        rng = np.random.default_rng(3)
+        base = {name_of(0, "mlp.up_proj"): np.zeros((500, 400), "f4")}
+        u, _, v = np.linalg.svd(rng.normal(size=(500, 400)), full_matrices=False)
+        values = np.arange(1.0, 401) ** -power
+        tuned = {name: ((u * values) @ v).astype("f4") for name in base}
+        with pytest.warns() if energy and power < 1 else nullcontext():
+            table = xckpt.extract_adapter(base, tuned, tmp_path / "a", rank=4, energy=energy)
+        shares = np.cumsum(values**2) / np.sum(values**2)
+        rank = 4 if energy is None else min(4, int(np.argmax(shares >= energy)) + 1)
+        assert table["rank"].tolist() == [rank]
+        assert table["energy"].iloc[0] == pytest.approx(shares[rank - 1], abs=1e-6)
+        (product,) = updates(tmp_path / "a").values()
+        lost = np.sum((next(iter(tuned.values())) - product) ** 2) / np.sum(values**2)
+        assert 1 - lost == pytest.approx(shares[rank - 1], abs=1e-6)
 
     def test_files_are_read_in_blocks(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -253,7 +253,7 @@ class _Request(NamedTuple):
     def factorize(self, matrix: Matrix, threads: int) -> Factorized:
         """Return the factors of the difference of a matrix."""
         noise = matrix.noise()
-        result = best_factors(matrix.blocks(noise), noise, self.choose, threads)
+        result = best_factors(matrix.blocks(noise), noise, self.choose, self.rank, threads)
         columns, rows = matrix.shape[1], matrix.shape[0]
         # The blocks of a wide matrix are those of its transpose.
         return result.turned() if columns > rows else result

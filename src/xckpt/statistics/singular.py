@@ -61,6 +61,9 @@ _PANEL = 512
 _SQUARES = 1e-200, 1e300
 # With fewer columns, computing all values takes no longer.
 _FEWEST_FOR_LANCZOS = 64
+# Subspace iteration for some eigenvectors: directions beyond them, the least number of columns for
+# each direction, and iterations. With fewer columns or more iterations, all of them are as fast.
+_MORE_DIRECTIONS, _FEWEST_TIMES, _MOST_ITERATIONS = 16, 16, 40
 # Mask of the exponent of a float64, and length of the fraction of a float16.
 _EXPONENT = np.uint64(0x7FF0000000000000)
 _FRACTION_OF_HALF = 10
@@ -138,9 +141,10 @@ def best_factors(
     blocks: Callable[[], Iterable[Array]],
     noise: RoundingNoise,
     choose: Callable[[Array, float], int],
+    most: int,
     threads: int = 1,
 ) -> Factorized:
-    """Return factors with the largest singular values of a matrix above its rounding.
+    """Return factors with at most `most` of the largest singular values above the rounding.
 
     `choose` returns the number of values, given their squares and the sum of all squares. The first
     pass over the blocks completes `noise`.
@@ -150,12 +154,14 @@ def best_factors(
     if not _SQUARES[0] < total < _SQUARES[1]:
         nothing = np.zeros((0, 0))
         return Factorized(nothing, nothing, 0.0 if total <= _SQUARES[0] else math.nan, 0.0)
-    squares, vectors = np.linalg.eigh(gram)
-    floor = max(noise.floor() ** 2, _HIDDEN * squares[-1])
-    is_above = squares[::-1] > (floor if floor == floor else 0)  # noqa: PLR0124  unknown rounding
-    available = squares[::-1][: max(1, np.count_nonzero(is_above))]
+    squared = noise.floor() ** 2
+    floor = squared if squared == squared else 0.0  # noqa: PLR0124  unknown rounding
+    # One more tells whether others are left out.
+    squares, vectors = _largest_eigenvalues(gram, most + 1, floor)
+    is_above = squares > max(floor, _HIDDEN * squares[0])
+    available = squares[: max(1, np.count_nonzero(is_above))]
     rank = choose(available, total)
-    basis = vectors[:, ::-1][:, :rank]
+    basis = vectors[:, :rank]
     projected = np.concatenate([(_wide(block) @ basis).astype(np.float32) for block in blocks()])
     norms = np.sqrt(np.square(projected, dtype=np.float64).sum(axis=0))
     balance = np.sqrt(np.where(norms > 0, norms, 1))
@@ -167,6 +173,33 @@ def best_factors(
         rank < len(available),
         rank,
     )
+
+
+def _largest_eigenvalues(gram: Array, count: int, floor: float) -> tuple[Array, Array]:
+    """Return at least the `count` largest eigenvalues, largest first, and their eigenvectors.
+
+    Those below the floor may be inexact. Only the lower triangle of the matrix is valid.
+    """
+    # Subspace iteration: Golub and Van Loan, Matrix Computations, section 8.2.4. A few products are
+    # much faster than all eigenvectors, and enough if the values fall.
+    width = count + max(_MORE_DIRECTIONS, count // 2)
+    if width * _FEWEST_TIMES <= len(gram):
+        lower = np.tril(gram)
+        full = lower + np.tril(gram, -1).conj().T
+        del lower
+        start = np.random.default_rng(0).standard_normal((len(gram), width))
+        basis = np.linalg.qr(full @ start)[0]
+        for _ in range(_MOST_ITERATIONS):
+            image = full @ basis
+            squares, turn = np.linalg.eigh(basis.conj().T @ image)
+            squares, vectors = squares[::-1], basis @ turn[:, ::-1]
+            residuals = np.linalg.norm(image @ turn[:, ::-1] - vectors * squares, axis=0)
+            least = np.maximum(squares, max(floor, _HIDDEN * squares[0]))
+            if (residuals[:count] <= _ACCURACY * least[:count]).all():
+                return squares, vectors
+            basis = np.linalg.qr(image)[0]
+    squares, vectors = np.linalg.eigh(gram)
+    return squares[::-1], vectors[:, ::-1]
 
 
 def factors_of_product(
