@@ -39,7 +39,6 @@ from xckpt.upstream.dask_arrays import (
     is_fast,
     make_array,
     read_task,
-    reorder,
 )
 
 if TYPE_CHECKING:
@@ -370,22 +369,9 @@ class _ReadingAhead(Callback):
         self._under_way: dict[int, ExitStack] = {}
 
     def _start_state(self, graph: Mapping[Any, Any], state: Mapping[str, Any]) -> None:
-        ready: list[Any] = state["ready"]  # dask runs the last one first
-        reads = {key: ranges for key in reversed(ready) if (ranges := list(_ranges(graph[key])))}
-        # Results stay in memory until the end, so they are read in the order of the file.
-        dependents, dependencies = state["dependents"], state["dependencies"]
-
-        def is_result(key: Any) -> bool:
-            # An alias of a result counts too.
-            return all(dependencies[n] == {key} and not dependents[n] for n in dependents[key])
-
-        ends = [key for key in reads if is_result(key)]
-        in_file = iter(sorted(ends, key=lambda key: (reads[key][0][0].name, reads[key][0][1])))
-        are_ends = set(ends)
-        order = [next(in_file) if key in are_ends else key for key in reversed(ready)]
-        reorder(state, order)
+        keys = state["ready"][::-1]  # dask runs the last one first
         stack = ExitStack()
-        stack.enter_context(reading_ahead(chain.from_iterable(reads.get(key, ()) for key in order)))
+        stack.enter_context(reading_ahead(chain.from_iterable(_ranges(graph[key]) for key in keys)))
         self._under_way[id(state)] = stack
 
     def _finish(self, _: Mapping[Any, Any], state: Mapping[str, Any], is_failed: bool) -> None:  # noqa: FBT001  dask's

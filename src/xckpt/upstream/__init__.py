@@ -19,7 +19,7 @@ set on first access                            slices: tasks only for the chunks
 array                                          memory, because chunks are read into their places
 ``__dask_optimize__`` of an instance           computing 500 arrays: two thirds of the time;
                                                10,000: two fifths
-state of dask's scheduler: ``ready``           remote reading: in the order of the file
+state of dask's scheduler: ``ready``           remote reading: ahead of the tasks
 `Dataset._construct_direct` and ``_indexes``,  `open_datatree`: a twentieth of the time;
 slots of `DataTree`                            `stats`: results without another look at them
 =============================================  ==================================================

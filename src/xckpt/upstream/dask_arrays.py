@@ -13,7 +13,7 @@ from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 from xckpt.upstream import IS_PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import dask.array as da
 
@@ -143,9 +143,3 @@ def arguments_within(task: Any) -> Iterator[list[Any]]:
             yield from arguments_within(part)
         data.append(argument.value if isinstance(argument, DataNode) else argument)
     yield data
-
-
-def reorder(state: Mapping[str, Any], keys: list[Any]) -> None:
-    """Do tasks that depend on nothing in this order."""
-    if HAS_TASKS:
-        state["ready"][:] = keys[::-1]  # the last one is done first
