@@ -26,7 +26,7 @@ class _Verdict(NamedTuple):
     sentence: str
 
 
-class _Side(NamedTuple):
+class _ChannelSide(NamedTuple):
     """The rows or the columns of a matrix, and the statistics about them."""
 
     name: str
@@ -36,8 +36,8 @@ class _Side(NamedTuple):
     outlying: str
 
 
-_ROWS = _Side("row", 0, "dead_rows", "first_empty_row", "outlier_rows")
-_COLUMNS = _Side("column", 1, "dead_columns", "first_dead_column", "outlier_columns")
+_ROWS = _ChannelSide("row", 0, "dead_rows", "first_empty_row", "outlier_rows")
+_COLUMNS = _ChannelSide("column", 1, "dead_columns", "first_dead_column", "outlier_columns")
 
 
 class _Dead(Rule):
@@ -67,7 +67,7 @@ class _Dead(Rule):
         )
 
     @staticmethod
-    def _judge_side(evidence: Evidence, row: int, side: _Side) -> _Verdict | None:
+    def _judge_side(evidence: Evidence, row: int, side: _ChannelSide) -> _Verdict | None:
         """Return the verdict on the dead channels of a tensor; None for a padding token."""
         count, block = evidence[side.dead][row], evidence["dead_block"][row]
         kind = evidence.module_type(row)

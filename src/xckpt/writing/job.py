@@ -120,7 +120,7 @@ class _FileToWrite(NamedTuple):
     parts: list[PlannedPart]
 
 
-class _Store(NamedTuple):
+class _ComputedPart(NamedTuple):
     """A dask array, and where it is computed into."""
 
     data: Converted
@@ -152,7 +152,7 @@ class WriteJob:
         self._superseded, self._beside = superseded, beside
         #: Names of the tensors that are written.
         self.tensors = tuple(payloads)
-        self._stores: list[_Store] = []
+        self._stores: list[_ComputedPart] = []
         self._spooled = 0
         # Companions first, so that a file refers to nothing that is not there.
         plans: list[tuple[str | None, Plan]] = [*plan.companions.items(), (None, plan)]
@@ -197,10 +197,10 @@ class WriteJob:
         if data.size == 0:
             return planned._replace(data=_literal(b""))
         if planned.offset is not None and planned.part.compression is None and not data.is_packed:
-            self._stores.append(_Store(data, file, planned.offset))
+            self._stores.append(_ComputedPart(data, file, planned.offset))
             return planned
         spooled = SpooledBytes(self._spooled, data)
-        self._stores.append(_Store(data, spool, self._spooled))
+        self._stores.append(_ComputedPart(data, spool, self._spooled))
         self._spooled += spooled.spooled_nbytes
         return planned._replace(data=spooled)
 

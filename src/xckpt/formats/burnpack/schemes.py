@@ -56,7 +56,7 @@ _MOST_BLOCK_AXES = 5
 _WORD_BITS = 32
 
 
-class _Scales(NamedTuple):
+class _ScaleFields(NamedTuple):
     """The fields of a `Scheme` about its scales."""
 
     tensor: str | None
@@ -143,31 +143,33 @@ class Scheme:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _parse_scales(fields: dict[str, Any]) -> _Scales:
+def _parse_scales(fields: dict[str, Any]) -> _ScaleFields:
     tensor = cbor.optional(fields.get("tensor"))
     if tensor is not None:
         tensor = cbor.unit("tensor", tensor, _SCALE_TYPES)
     block = cbor.optional(fields.get("block"))
     if block is None:
-        return _Scales(tensor, None, None)
+        return _ScaleFields(tensor, None, None)
     inner = cbor.struct("block", block, {"size", "dtype"})
     scale = cbor.unit("dtype of block", inner.get("dtype"), _SCALE_TYPES)
-    return _Scales(tensor, _parse_block_size(inner.get("size")), scale)
+    return _ScaleFields(tensor, _parse_block_size(inner.get("size")), scale)
 
 
-def _parse_old_scales(fields: dict[str, Any]) -> _Scales:
+def _parse_old_scales(fields: dict[str, Any]) -> _ScaleFields:
     param = cbor.unit("param", fields.get("param"), _SCALE_TYPES)
     level, content = cbor.variant("level", fields.get("level"))
     if level == "Tensor":
         if content is not cbor.UNIT:
             raise cbor.mistyped("level", fields["level"], "a variant without content")
-        return _Scales(param, None, None)
+        return _ScaleFields(param, None, None)
     if level == "Block":
-        return _Scales(None, _parse_block_size(content), param)
+        return _ScaleFields(None, _parse_block_size(content), param)
     if level == "BlockTensor":
         inner = cbor.struct("BlockTensor", content, {"block", "global"})
         global_scale = cbor.unit("global", inner.get("global"), _SCALE_TYPES)
-        return _Scales(global_scale, _parse_block_size(inner.get("block")), param, written=False)
+        return _ScaleFields(
+            global_scale, _parse_block_size(inner.get("block")), param, written=False
+        )
     raise cbor.unknown("level", level)
 
 

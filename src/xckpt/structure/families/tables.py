@@ -333,8 +333,10 @@ def parse_table(name: str, text: str) -> NameTable:
                 is_head = section == "heads"
                 component = of_heads if is_head else section
             case [trait, types, slots] if trait.startswith("@"):
-                named = frozenset(map(normalise, types.split(",")))
-                table.traits.setdefault(trait[1:], []).append((named, tuple(slots.split(","))))
+                model_types = frozenset(map(normalise, types.split(",")))
+                table.traits.setdefault(trait[1:], []).append(
+                    (model_types, tuple(slots.split(",")))
+                )
             case [size, "=", *expressions]:
                 table.sizes[size] = tuple([text for text in expressions if text != "|"])
             case [pattern, slot, *fields]:
