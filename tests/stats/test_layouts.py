@@ -533,3 +533,43 @@ def test_blocks_may_be_numbered_in_another_way(names: Any) -> None:
     exchanged = theirs | {first: theirs[second], second: theirs[first]}
     table = explained(ours, exchanged, names=names)
     assert not table.query("outcome != 'explained'").empty
+
+
+def autoencoder() -> Sides:
+    """Return the autoencoder of Stable Diffusion; its single files count decoders backwards."""
+    normal = random_of(6)
+    modules = {
+        **{f"{side}.{name}": f"{side}.{name}" for side in ("encoder", "decoder")
+           for name in ("conv_in", "conv_out")},
+        **{f"{side}.conv_norm_out": f"{side}.norm_out" for side in ("encoder", "decoder")},
+    }  # fmt: skip
+    for side in ("encoder", "decoder"):
+        for n in range(2):
+            for name in ("norm1", "conv1", "norm2", "conv2"):
+                old, new = f"{side}.mid_block.resnets.{n}", f"{side}.mid.block_{n + 1}"
+                modules[f"{old}.{name}"] = f"{new}.{name}"
+    for stage, block in ((stage, block) for stage in range(4) for block in range(2)):
+        for name in ("norm1", "conv1", "norm2", "conv2"):
+            down, up = f"encoder.down_blocks.{stage}", f"decoder.up_blocks.{stage}"
+            modules[f"{down}.resnets.{block}.{name}"] = f"encoder.down.{stage}.block.{block}.{name}"
+            modules[f"{up}.resnets.{block}.{name}"] = f"decoder.up.{3 - stage}.block.{block}.{name}"
+    ours: Tensors = {}
+    theirs: Tensors = {}
+    for name, new in modules.items():
+        shape = (8,) if "norm" in name else (8, 8, 3, 3)
+        ours |= {f"{name}.weight": normal(*shape), f"{name}.bias": normal(8)}
+        for leaf in ("weight", "bias"):
+            theirs[f"first_stage_model.{new}.{leaf}"] = ours[f"{name}.{leaf}"]
+    return ours, theirs
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_stages_may_be_counted_backwards(is_turned: bool) -> None:
+    ours, theirs = autoencoder()
+    for names in (None, "auto"):
+        table = explained(*((theirs, ours) if is_turned else (ours, theirs)), names=names)
+        assert set(table.outcome) == {"explained"}, table.explanation.to_dict()
+    # An encoder does not.
+    first, second = (f"first_stage_model.encoder.down.{n}.block.0.conv1.weight" for n in (1, 2))
+    table = explained(ours, theirs | {first: theirs[second], second: theirs[first]})
+    assert table.outcome[first] == table.outcome[second] == "changed"

@@ -38,6 +38,8 @@ _ROTARY_ROLES = frozenset({"query", "key"})
 _UPRIGHT = frozenset({"token_embedding", "position_embedding", "norm"})
 # Family whose embeddings a conversion scales: conversion/jais.py of llama.cpp.
 _SCALED_FAMILY, _SCALED_SLOTS = "jais", frozenset({"token_embedding", "output"})
+# Index of the stages of a network, which some families number from the last to the first.
+_STAGE = "stage"
 # A larger share of elements does not stay equal when real numbers are quantised.
 _MOST_EQUAL = 0.5
 
@@ -56,6 +58,7 @@ class Places:
         )
         self.types = {*types[0], *types[1]}
         self._places: dict[tuple[int, str], Place | None] = {}
+        self._last_stages: dict[int, int] = {}
 
     def place(self, side: int, name: str) -> Place | None:
         """Return the place of a tensor of a side in its family; None if it is unknown."""
@@ -94,7 +97,7 @@ class Places:
         numbers = [numbers[_slot_of(place)] for numbers in self._numbers]
         if not (numbers[0] <= numbers[1] or numbers[1] <= numbers[0]):
             return None  # the sides count from different numbers
-        return *_slot_of(place), _indices(place)
+        return *_slot_of(place), self._indices(side, place)
 
     @cached_property
     def _numbers(self) -> list[dict[tuple[str, ...], set[tuple[int, ...]]]]:
@@ -103,9 +106,30 @@ class Places:
         for side, structure in enumerate(self.structures):
             numbers: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
             for place in filter(None, [self.place(side, name) for name in structure]):
-                numbers[_slot_of(place)].add(_indices(place))
+                numbers[_slot_of(place)].add(self._indices(side, place))
             sides.append(numbers)
         return sides
+
+    def _indices(self, side: int, place: Place) -> tuple[int, ...]:
+        """Return the numbers of a place, with stages counted from the first."""
+        top = self._last_stage(side) if place.is_backwards else None
+        return tuple([
+            number if top is None or index != _STAGE else top - number
+            for index, number in place.indices
+        ])  # fmt: skip
+
+    def _last_stage(self, side: int) -> int:
+        """Return the highest number of the stages that are numbered from the last to the first."""
+        if side not in self._last_stages:
+            places = [self.place(side, name) for name in self.structures[side]]
+            self._last_stages[side] = max(
+                number
+                for place in places
+                if place is not None and place.is_backwards
+                for index, number in place.indices
+                if index == _STAGE
+            )
+        return self._last_stages[side]
 
     def agree(self, a: str, b: str) -> bool:
         """Return whether two tensors are known to have the same place."""
@@ -173,10 +197,6 @@ class Places:
 
 def _slot_of(place: Place) -> tuple[str, str, str]:
     return place.component, place.slot, place.param
-
-
-def _indices(place: Place) -> tuple[int, ...]:
-    return tuple([number for _, number in place.indices])
 
 
 # --- numbers --------------------------------------------------------------------------------------

@@ -58,6 +58,8 @@ class Place(NamedTuple):
     adds_one: bool | None
     #: Whether fused parts alternate, head by head.
     is_interleaved: bool
+    #: Whether stages are numbered from the last to the first.
+    is_backwards: bool
     #: Whether it is another name of a tied tensor.
     is_alias: bool
     #: Name of the table, and the pattern in it.
@@ -328,6 +330,7 @@ class Family:
                 alternates=root.table.alternates(row, [root.model_type]),
                 adds_one=root.trait("add_one", row) if match.param == "weight" else False,
                 is_interleaved="interleaved" in row.flags,
+                is_backwards=root.trait("backwards", row) is True,
                 is_alias="alias" in row.flags,
                 table=root.table.name,
                 pattern=row.pattern,
