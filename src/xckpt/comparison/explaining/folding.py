@@ -274,8 +274,8 @@ def _explained(work: Work, folds: Sequence[_Fold], side: int) -> Explanations:
             explanations[n] = Explanation(("folded",), text, other_names=(norms[stem],))
     for n, of_names in texts.items():
         match = work.cases[n].match
-        names = {reader.name for reader in (match.ours, match.theirs) if reader is not None}
-        if names <= of_names.keys():
+        pair = {reader.name for reader in (match.ours, match.theirs) if reader is not None}
+        if pair <= of_names.keys():
             text = "; ".join(dict.fromkeys(of_names.values()))
             explanations[n] = Explanation(("folded",), text, other_names=tuple(others[n]))
     return explanations
