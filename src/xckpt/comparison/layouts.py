@@ -263,6 +263,7 @@ class Layouts:
         self, ours: Mapping[str, Shape], theirs: Mapping[str, Shape]
     ) -> list[tuple[str, str, list[Steps]]]:
         """Return tensors at one place of both models, with chains of steps from `a` to `b`."""
+        # The match compares sums along axes, which reshaping and regrouping change.
         first, second = self._catalogue(0, ours), self._catalogue(1, theirs)
         pairs = []
         for tensor in first.tensors:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from math import prod
 from operator import attrgetter
@@ -14,15 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.comparison.arrangements import Cropped, Reshaped, arranged, undone
 from xckpt.comparison.division import divisions
 from xckpt.comparison.explaining.names import spelled
-from xckpt.comparison.explaining.outcome import (
-    ALONE,
-    SIDES,
-    Explanation,
-    both,
-    quoted,
-    related,
-    unlike,
-)
+from xckpt.comparison.explaining.outcome import ALONE, Share, both, of_joint, related, unlike
 from xckpt.comparison.explaining.verification import Link, Side, examine_in_turn
 from xckpt.comparison.layouts import Conversion, Layouts, Piece
 from xckpt.comparison.recurrent import recurrent_joints
@@ -218,44 +209,19 @@ def _described(
 ) -> Explanations:
     """Explain the tensors of a conversion; a piece that does not hold is a change."""
     conversion = attempt.suggestion
-    is_pair = len({piece.part for piece in conversion.pieces}) == 1
-    cause = "renamed" if is_pair else "fused" if side else "split"
-    extra = ("regrouped",) if conversion.is_regrouped else ()
-    fault = () if conversion.is_in_order else ("misplaced",)
-    order = "" if conversion.is_in_order else "; not in the order of its siblings"
-    results: dict[str, list[tuple[Piece, Link, Explanation | None]]] = {}
+    shares = []
     for piece, link in zip(conversion.pieces, attempt.links, strict=True):
         steps = [step for step in piece.steps if step.cause == "transposed"]
         explanation = related(work.places, link, link.relation, steps) if link.relation else None
-        for name in (f"0{piece.whole}", f"1{piece.part}"):
-            results.setdefault(name, []).append((piece, link, explanation))
-    explanations: Explanations = {}
-    for key, entries in results.items():
-        is_part, name = key[0] == "1", key[1:]
-        partner_names = list(dict.fromkeys(
-            [piece.whole if is_part else piece.part for piece, *_ in entries]))  # fmt: skip
-        place = SIDES[side if is_part else 1 - side]
-        head = f"{quoted(partner_names)} of {place}, {conversion.words}"
-        if is_part and not is_pair:
-            head = f"part of {head}"
-        explained = [explanation for *_, explanation in entries if explanation is not None]
-        changes = dict.fromkeys(change for e in explained for change in e.changes)
-        texts = list(dict.fromkeys(e.text for e in explained if e.changes))[:2]
-        failed = [(piece, link) for piece, link, explanation in entries if explanation is None]
-        if failed and is_part:
-            texts.append(unlike(failed[0][1]))
-        elif failed:
-            texts.append(f"different from {quoted([piece.part for piece, _ in failed])}")
-        causes = (cause, *fault, *extra, *changes, *(("unknown",) if failed else ()))
-        is_known = all(e.is_known for e in explained if {"offset", "scaled"} & set(e.causes))
-        tensor = (parts if is_part else wholes)[name]
-        explanations[tensor.number] = replace(
-            Explanation(tuple(dict.fromkeys(causes)), "; ".join([head, *texts]) + order),
-            holds=not failed and conversion.is_in_order,
-            is_known=is_known,
-            other_names=tuple(partner_names),
-            joint=()
-            if is_part or is_pair
-            else (conversion.words, *[spelled(n).template for n in partner_names]),
-        )
-    return explanations
+        problem = "" if explanation else unlike(link)
+        tensors = wholes[piece.whole], parts[piece.part]
+        shares.append(Share(*tensors, explanation, problem, spelled(piece.part).template))
+    causes = ("regrouped",) if conversion.is_regrouped else ()
+    return of_joint(
+        shares,
+        conversion.words,
+        side,
+        is_in_order=conversion.is_in_order,
+        is_pair=len({piece.part for piece in conversion.pieces}) == 1,
+        causes=causes,
+    )

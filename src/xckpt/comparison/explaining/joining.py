@@ -28,12 +28,12 @@ from xckpt.comparison.explaining.names import (
     out_of_order,
     spelled,
 )
-from xckpt.comparison.explaining.outcome import ALONE, SIDES, Explanation, quoted, related, unlike
+from xckpt.comparison.explaining.outcome import ALONE, Share, of_joint, related, unlike
 from xckpt.comparison.explaining.sketches import groups_of
 from xckpt.comparison.explaining.verification import Link, Side, examine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.passes import Explanations, Work
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 # Pairs of wholes and parts up to which the parts of every whole are searched, and wholes beyond it.
 _MOST_PAIRS, _MOST_SEARCHED = 50_000, 16
 _MOST_SIBLINGS = 4  # of a whole, whose analogy is tried
-_NOT_IN_ORDER = "not in the order of its siblings"
 
 
 def joined(work: Work) -> Explanations:
@@ -97,8 +96,12 @@ def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
     explanations: Explanations = {}
     for number, (joint, of_parts) in enumerate(zip(likely, links, strict=True)):
         if any(link.relation is not None for link in of_parts):
-            explanations |= _explanations(
-                work, joint, of_parts, side, is_broken=number + len(earlier) in broken
+            along = f"one after the other along the {lines_along(joint.axis)}"
+            explanations |= of_joint(
+                list(_shares(work, joint, of_parts)),
+                "stacked" if joint.is_stack else along,
+                side,
+                is_in_order=number + len(earlier) not in broken,
             )
         explanation = explanations.get(joint.whole.number)
         if explanation is not None and explanation.verified:
@@ -153,67 +156,27 @@ def _is_padded(joint: Joint, member: JointPart) -> bool:
     return not joint.is_stack and tuple(view.shape) != _place(joint, member)
 
 
-def _explanations(
-    work: Work, joint: Joint, links: Sequence[Link], side: int, *, is_broken: bool
-) -> Explanations:
-    cause, combined = "fused" if side else "split", joint.whole
-    lines = lines_along(joint.axis)
-    layout = "stacked" if joint.is_stack else f"one after the other along the {lines}"
-    head = f"part of {quoted([combined.name])} of {SIDES[side]}, {layout}"
-    order = f"; {_NOT_IN_ORDER}" if is_broken else ""
-    fault = ("misplaced",) if is_broken else ()
-    explanations: Explanations = {}
-    parts: list[Explanation] = []
-    different: list[str] = []
+def _shares(work: Work, joint: Joint, links: Sequence[Link]) -> Iterator[Share]:
+    """Yield the parts of a joint with the relations of their elements."""
     # Parts of one kind are joined in one way.
     steps_of: dict[str, Counter[tuple[Step, ...]]] = defaultdict(Counter)
     for member in joint.members:
         steps_of[spelled(member.part.name).template][member.steps] += 1
     for member, link in zip(joint.members, links, strict=True):
-        name, number = member.part.name, member.part.number
-        usual = steps_of[spelled(name).template].most_common(1)[0][0]
-        is_other = member.steps != usual
-        if link.relation is None or is_other:
-            different.append(name)
-            reason = "unlike the others, it was rearranged" if is_other else unlike(link)
-            causes, text = (cause, "unknown"), f"{head}; {reason}"
-            explanations[number] = Explanation(
-                causes, text, holds=False, other_names=(combined.name,)
-            )
-            continue
-        explanation = related(work.places, link, link.relation, (*joint.steps, *member.steps))
-        if _is_padded(joint, member):
-            is_equal = explanation.causes == ("equal",)
-            text = "equal after adding zeros" if is_equal else explanation.text
-            explanation = replace(explanation, causes=("padded", *explanation.causes), text=text)
-        parts.append(explanation)
-        explanations[number] = replace(
-            explanation,
-            causes=(cause, *fault, *explanation.changes),
-            text=head + (f"; {explanation.text}" if explanation.changes else "") + order,
-            holds=not is_broken,
-            other_names=(combined.name,),
-        )
-    names = joint.order.parts
-    kinds = {member.part.name: _kind(member) for member in joint.members}
-    causes_of_parts = dict.fromkeys(change for part in parts for change in part.changes)
-    texts = dict.fromkeys(part.text for part in parts if part.changes)
-    text = f"{quoted(names)} of {SIDES[1 - side]}, {layout}"
-    text = "; ".join([text, *list(texts)[:2]]) + order
-    if different:
-        text += f"; different from {quoted(different)}"
-    heads = {part.heads for part in parts} - {None}
-    is_known = all(part.is_known for part in parts if {"offset", "scaled"} & set(part.causes))
-    explanations[combined.number] = Explanation(
-        (cause, *fault, *causes_of_parts, *(("unknown",) if different else ())),
-        text,
-        holds=not different and not is_broken,
-        is_known=is_known,
-        heads=heads.pop() if len(heads) == 1 else None,
-        other_names=names,
-        joint=(layout, *[kinds[name] for name in names]),
-    )
-    return explanations
+        usual = steps_of[spelled(member.part.name).template].most_common(1)[0][0]
+        if member.steps != usual:
+            problem = "unlike the others, it was rearranged"
+            yield Share(joint.whole, member.part, None, problem, _kind(member))
+        elif link.relation is None:
+            yield Share(joint.whole, member.part, None, unlike(link), _kind(member))
+        else:
+            explanation = related(work.places, link, link.relation, (*joint.steps, *member.steps))
+            if _is_padded(joint, member):
+                is_equal = explanation.causes == ("equal",)
+                text = "equal after adding zeros" if is_equal else explanation.text
+                causes = ("padded", *explanation.causes)
+                explanation = replace(explanation, causes=causes, text=text)
+            yield Share(joint.whole, member.part, explanation, "", _kind(member))
 
 
 def _by_analogy(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from math import nan
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.comparison.arrangements import RopePermuted
 from xckpt.comparison.classify import doubt
@@ -266,6 +266,67 @@ def both(a: Any, b: Any, explanation: Explanation) -> dict[int, Explanation]:
         tensor.number: explanation.renamed(partner.name, side)
         for tensor, partner, side in ((a, b, "b"), (b, a, "a"))
     }
+
+
+class Share(NamedTuple):
+    """A part of a joined tensor, or elements of it, and the relation to their place."""
+
+    whole: Any
+    part: Any
+    #: None if no relation holds, for a reason.
+    explanation: Explanation | None
+    problem: str
+    #: The form of the name of the part, and what was done before it was joined.
+    kind: str
+
+
+def of_joint(
+    shares: Sequence[Share],
+    words: str,
+    side: int,
+    *,
+    is_in_order: bool,
+    is_pair: bool = False,
+    causes: tuple[str, ...] = (),
+) -> dict[int, Explanation]:
+    """Return the explanations of joined tensors of a side and of their parts, by their cases.
+
+    A pair has one part, which is the whole in another order.
+    """
+    fault = () if is_in_order else ("misplaced",)
+    order = "" if is_in_order else "; not in the order of its siblings"
+    cause = "renamed" if is_pair else "fused" if side else "split"
+    shares_of: dict[tuple[int, bool], list[Share]] = defaultdict(list)
+    for share in shares:
+        shares_of[share.part.number, True].append(share)
+        shares_of[share.whole.number, False].append(share)
+    explanations: dict[int, Explanation] = {}
+    for (number, is_part), entries in shares_of.items():
+        kinds = {(e.whole if is_part else e.part).name: e.kind for e in entries}
+        head = f"{quoted(list(kinds))} of {SIDES[side if is_part else 1 - side]}, {words}"
+        known = [e.explanation for e in entries if e.explanation is not None]
+        failed = [e for e in entries if e.explanation is None]
+        changes = dict.fromkeys(change for explanation in known for change in explanation.changes)
+        texts = list(dict.fromkeys(e.text for e in known if e.changes))[:2]
+        if failed:
+            others = f"different from {quoted([e.part.name for e in failed])}"
+            texts.append(failed[0].problem if is_part else others)
+        heads = {explanation.heads for explanation in known} - {None}
+        is_known = all(e.is_known for e in known if {"offset", "scaled"} & set(e.causes))
+        one_number = heads.pop() if len(heads) == 1 else None
+        several = Explanation((), "", is_known=is_known, heads=one_number)
+        unknown = ("unknown",) if failed else ()
+        joined = (cause, *fault, *causes, *changes, *unknown)
+        explanations[number] = replace(
+            known[0] if is_part and len(entries) == len(known) == 1 else several,
+            causes=tuple(dict.fromkeys(joined)),
+            text="; ".join([f"part of {head}" if is_part and not is_pair else head, *texts])
+            + order,
+            holds=not failed and is_in_order,
+            other_names=tuple(kinds),
+            joint=() if is_part or is_pair else (words, *kinds.values()),
+        )
+    return explanations
 
 
 def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
