@@ -229,6 +229,9 @@ class Elementwise(Relation):
 
 def offsets(x: Array, y: Array, spacing: Array) -> list[float]:
     """Return candidates for an added number, from the elements that were rounded least."""
+    few = y[:_PROBED] - x[:_PROBED]
+    if np.mean(np.abs(few - np.median(few)) <= 2 * spacing[:_PROBED]) < 1 - LIKELY:
+        return []  # hardly any two differences are alike
     at = np.argsort(spacing, kind="stable")[:_PROBED]
     difference = y[at] - x[at]
     middle = float(np.median(difference))
@@ -245,15 +248,16 @@ def scales(x: Array, y: Array, spacing: Array) -> list[float]:
     nonzero = np.flatnonzero(x)
     if len(nonzero) < _FEWEST or len(np.unique(np.abs(x[nonzero[:_PROBED]]))) < 2:
         return []
-    ratio = y[nonzero] / x[nonzero]
-    error = spacing[nonzero] / 2 / np.abs(x[nonzero])
-    probed = slice(0, _PROBED)
-    middle = float(np.median(ratio[probed]))
+    few = nonzero[:_PROBED]
+    middle = float(np.median(y[few] / x[few]))
     if middle in {0.0, 1.0} or not np.isfinite(middle):
         return []
     # Most ratios of unrelated numbers are far from the median.
-    if np.mean(np.abs(ratio - middle)[probed] <= _NEAR * error[probed]) < LIKELY:
+    far = np.abs(y[few] / x[few] - middle) > _NEAR * (spacing[few] / 2 / np.abs(x[few]))
+    if np.mean(far) > 1 - LIKELY:
         return []
+    ratio = y[nonzero] / x[nonzero]
+    error = spacing[nonzero] / 2 / np.abs(x[nonzero])
     at = np.argsort(error / np.abs(ratio), kind="stable")[:_PROBED]
     middle = float(np.median(ratio[at]))
     if np.mean(np.abs(ratio[at] - middle) <= 4 * error[at]) < LIKELY:

@@ -254,8 +254,8 @@ def _before_quantisers(
 
 
 @inlined
-def _smallest_gap(y: Any, noise: Any, ordered: Any) -> Any:
-    """Return the smallest distance between numbers that exceeds the noise."""
+def _smallest_gap(y: Any, noise: Any, enough: Any, ordered: Any) -> Any:
+    """Return the smallest distance that exceeds the noise, or any such distance below `enough`."""
     count = 0
     for i in range(y.size):
         value = y[i]
@@ -268,6 +268,11 @@ def _smallest_gap(y: Any, noise: Any, ordered: Any) -> Any:
             ordered[k] = ordered[k - 1]
         ordered[at] = value
         count += 1
+        below = value - ordered[at - 1] if at > 0 else math.inf
+        above = ordered[at + 1] - value if at + 1 < count else math.inf
+        distance = min(below, above)
+        if noise < distance < enough:
+            return distance
     gap = math.inf
     for k in range(1, count):
         distance = ordered[k] - ordered[k - 1]
@@ -329,7 +334,7 @@ def _count_levels(x: Any, y: Any, block: Any, spacing: Any) -> Any:  # noqa: C90
         if is_level:
             matches += a.size
             continue
-        gap = _smallest_gap(b, noise, ordered)
+        gap = _smallest_gap(b, noise, span / (2 * _MOST_LEVELS), ordered)
         best = 0
         for parts in (1, 2, 3):
             # Divide the whole span, which rounding changes least.
