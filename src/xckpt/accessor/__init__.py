@@ -326,9 +326,14 @@ class CheckpointAccessor(Generic[Obj]):
         """
         from xckpt.statistics import matched_names
 
-        if not isinstance(self._obj, xr.Dataset) or "status" not in self._statistics:
+        result, axis = self._obj, "statistic"
+        if (
+            isinstance(result, xr.DataTree)
+            or axis not in result.dims
+            or "status" not in result[axis]
+        ):
             raise TypeError("only results of ds.ckpt.compare() have names")
-        return matched_names(self._obj)
+        return matched_names(result)
 
     def explore(self) -> Any:
         """Return a notebook widget to search, sort and inspect all tensors.
@@ -501,13 +506,6 @@ class CheckpointAccessor(Generic[Obj]):
         others_text = f" and {counted(len(remaining), 'other')}" if remaining else ""
         return f"{computed}{first}{others_text}"
 
-    @property
-    def _has_steps(self) -> bool:
-        """True if the object is a training run."""
-        from xckpt.datasets.tensors import OpenTensors
-
-        return OpenTensors(self._obj).run is not None
-
     def _nodes(self) -> Iterator[Any]:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])
 
@@ -531,12 +529,6 @@ class CheckpointAccessor(Generic[Obj]):
         return bool(self._encoding.get("statistics"))
 
     @property
-    def _statistics(self) -> list[str]:
-        """Names of the statistics in a result, empty for tensors."""
-        dims = () if isinstance(self._obj, xr.DataTree) else self._obj.dims
-        return self._obj["statistic"].to_numpy().tolist() if "statistic" in dims else []
-
-    @property
     def _called(self) -> str:
         """Name of the object in suggested code."""
         return "dt" if isinstance(self._obj, xr.DataTree) else "ds"
@@ -550,45 +542,31 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.formatting import counted
         from xckpt.index import paused_collector
-        from xckpt.notebook.summary import (
-            code_errors,
-            file_notes,
-            new_summary,
-            shared_notes,
-            unread_errors,
-        )
+        from xckpt.notebook.summary import new_summary, notices
         from xckpt.structure.description import describe_model
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
-        findings, risks = self._known_findings(), tensors.risks
-        run = tensors.run
+        findings, run = self._known_findings(), tensors.run
+        encoding = self._encoding
+        errors, known = notices(tensors, encoding.get("warnings", ()), encoding.get("facts", ()))
+        known += map(str, self._losses(tensors))
         if run is not None:
             steps = counted(self._obj.sizes[run], run)
-            notes = [f"{steps}: {self._called}.ckpt.summary() has their metrics", *notes]
+            known.append(f"{steps}: {self._called}.ckpt.summary() has their metrics")
         with paused_collector():
             summary = new_summary(
                 tensors.rows,
                 structure=tensors.structure,
                 title=self._title,
                 format=self.format or "",
-                version=str(self._encoding.get("format_version", "")),
+                version=str(encoding.get("format_version", "")),
                 attrs=self._obj.attrs,
-                errors=[
-                    *code_errors(risks),
-                    *unread_errors(tensors.unreadable(), tensors.source),
-                ],
+                errors=errors,
                 findings=findings,
                 dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
                 stacked=tensors.stacks,
                 obj=self._called,
-                notes=[
-                    *file_notes(
-                        self._encoding.get("warnings", ()), self._encoding.get("facts", ()), risks
-                    ),
-                    *shared_notes(tensors.shared),
-                    *map(str, self._losses(tensors)),
-                    *notes,
-                ],
+                notes=[*known, *notes],
             )
             if run is None:
                 return summary
@@ -602,9 +580,12 @@ class CheckpointAccessor(Generic[Obj]):
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:
         """Return the findings of the last statistics, None without statistics."""
+        from xckpt.datasets.tensors import OpenTensors
+
         # Statistics do not compare the steps of a run.
-        if self._findings is None and self._stats is not None and not self._has_steps:
-            self._findings = _as_findings(xckpt.findings(self._stats))
+        stats = self._stats if self._findings is None else None
+        if stats is not None and OpenTensors(self._obj).run is None:
+            self._findings = _as_findings(xckpt.findings(stats))
         return self._findings
 
 

@@ -62,15 +62,6 @@ _MEASURES = ("rel_l2", "max_abs", "cosine", "equal_fraction")
 # Columns of a comparison that are text.
 _TEXT_COLUMNS = ("name_b", "status", "outcome", "cause", "explanation")
 _EMPTY = ("", "-")
-_WORDS = {
-    "same": "the same",
-    "changed": "changed",
-    "close": "close",
-    "only_a": "only in {a}",
-    "only_b": "only in {b}",
-    "shape": "of another shape",
-    "unreadable": "unreadable",
-}
 
 
 def document_kind(path: str | os.PathLike[str]) -> str:
@@ -126,15 +117,12 @@ def relate(
     summaries: Sequence[Summary], comparison: xr.Dataset, draw: Callable[..., Axes]
 ) -> list[Block]:
     """Return the differences between two checkpoints, the largest ones, and both summaries."""
-    from xckpt.statistics import comparison_lines, table
+    from xckpt.statistics import comparison_lines, count_statuses, table
 
     frame = table(comparison)
     names = {"a": summaries[0].title or "the first", "b": summaries[1].title or "the second"}
-    counts = Counter(frame["status"])
-    parts = [
-        f"{counts[key]:,} {word.format(**names)}" for key, word in _WORDS.items() if counts[key]
-    ]
-    number = f"{counted(len(frame), 'tensor')}: {', '.join(parts) or 'none in common'}."
+    parts = ", ".join(count_statuses(frame, **names).values())
+    number = f"{counted(len(frame), 'tensor')}: {parts or 'none in common'}."
     blocks: list[Block] = [
         Heading(f"{names['a']} compared with {names['b']}", level=1),
         Sentence("", number),

@@ -72,7 +72,9 @@ class FileInput:
     @property
     def scanning(self) -> dict[str, Any]:
         """The options of functions that read elements."""
-        progress = is_terminal() if self.progress is None else self.progress
+        # Progress bars appear on standard error.
+        is_terminal = bool(sys.stderr and sys.stderr.isatty())
+        progress = is_terminal if self.progress is None else self.progress
         return {"progress": progress, "cache": self.cache}
 
     @property
@@ -200,11 +202,6 @@ _IN_PYTHON = re.compile(
 def _as_option(match: re.Match[str]) -> str:
     keyword, value = match.groups()
     return f"--option version={value}" if keyword == "version" else f"--{keyword} {value}"
-
-
-def is_terminal() -> bool:
-    """Return whether standard error, where progress bars appear, is a terminal."""
-    return bool(sys.stderr and sys.stderr.isatty())
 
 
 @contextmanager

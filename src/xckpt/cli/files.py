@@ -577,14 +577,6 @@ def _manifest(path: str, reading: FileInput) -> Manifest:
 
 
 def _report_document(report: Report) -> dict[str, Any]:
-    return {
-        "path": report.path,
-        "status": report.status,
-        "ok": report.ok,
-        "format": report.format,
-        "version": report.version,
-        "tensors": report.tensors,
-        "digests": report.digests,
-        "unchecked": report.unchecked,
-        "findings": [finding._asdict() for finding in report.findings],
-    }
+    facts = ("path", "status", "ok", "format", "version", "tensors", "digests", "unchecked")
+    document: dict[str, Any] = {name: getattr(report, name) for name in facts}
+    return document | {"findings": [finding._asdict() for finding in report.findings]}

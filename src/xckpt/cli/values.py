@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,14 +42,6 @@ _MAIN_STATISTICS, _MAIN_MEASURES = ("mean", "std", "nan", "inf"), ("status", "re
 _MAIN_OF_EXPLAINED = ("rel_l2", "cause", "explanation")
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
 _EXPLAINED = ("outcome", "cause", "rel_l2", "explanation")
-_WORDS = {
-    "changed": "changed",
-    "close": "close",
-    "only_a": "only in A",
-    "only_b": "only in B",
-    "shape": "of another shape",
-    "unreadable": "unreadable",
-}
 _OUTCOMES = ("unreadable", "changed", "unmatched", "explained", "equal")
 
 # --- stats ---------------------------------------------------------------------------------------
@@ -441,17 +432,18 @@ def _print_rows(
 
 def _print_numbers(frame: pd.DataFrame, unit: str) -> None:
     """Print the number of tensors, and of tensors with each status or outcome."""
-    from xckpt.statistics import represented
+    from xckpt.statistics import count_statuses, represented
 
     if "outcome" in frame:
         is_equal = (frame["outcome"] == "explained") & (frame["cause"] == "equal")
-        kinds = frame["outcome"].mask(is_equal, "equal")[~represented(frame)]
-        words, without = dict(zip(_OUTCOMES, _OUTCOMES, strict=True)), "none"
+        counts = frame["outcome"].mask(is_equal, "equal")[~represented(frame)].value_counts()
+        facts = [f"{counts[kind]:,} {kind}" for kind in _OUTCOMES if counts.get(kind)] or ["none"]
+        number = counted(counts.sum(), unit)
     else:
-        kinds, words, without = frame["status"], _WORDS, "all are the same"
-    counts = Counter(kinds)
-    facts = [f"{counts[kind]:,} {word}" for kind, word in words.items() if counts[kind]]
-    complain(f"{counted(len(kinds), unit)}: {', '.join(facts) or without}")
+        numbers = count_statuses(frame, "A", "B")
+        facts = [text for status, text in numbers.items() if status != "same"]
+        facts, number = facts or ["all are the same"], counted(len(frame), unit)
+    complain(f"{number}: {', '.join(facts)}")
 
 
 # --- report --------------------------------------------------------------------------------------

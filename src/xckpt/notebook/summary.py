@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from xckpt.errors import Cause
-    from xckpt.index import CodeFinding
     from xckpt.notebook.documents import Block
     from xckpt.structure.description import ModelDescription
 
@@ -251,6 +249,7 @@ def index_summary(
     index: Any, config: Mapping[Any, Any] | None = None, part_of: Any = None
 ) -> Summary:
     """Summarise an `xckpt.Index`, or a selection from one; `config` as for `new_summary`."""
+    errors, notes = notices(index, index.warnings, index.facts)
     with paused_collector():
         summary = new_summary(
             index_rows(index),
@@ -260,11 +259,8 @@ def index_summary(
             format=index.format,
             version=index.version,
             attrs=index.attrs,
-            errors=[*code_errors(index.risks), *unread_errors(index.unreadable(), index.source)],
-            notes=[
-                *file_notes(index.warnings, index.facts, index.risks),
-                *shared_notes(index.shared),
-            ],
+            errors=errors,
+            notes=notes,
             shards=len(index.shards),
         )
     if part_of is not None and len(part_of.tensors) > len(index.tensors):
@@ -298,39 +294,30 @@ def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
         yield Row(tensor.name, dtype, tensor.shape, nbytes, storage, facts)
 
 
+def notices(
+    opened: Any, warnings: Sequence[str], facts: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the errors and the notes about an Index or an `OpenTensors`."""
+    risks, path = opened.risks, opened.source
+    errors = [finding.message for finding in risks if finding.severity == "error"]
+    for cause in opened.unreadable():
+        number, reason = counted(len(cause.tensors), "tensor"), cause.reason(path, brief=True)
+        errors.append(f"{number} cannot be read: {some(cause.tensors)}: {reason}")
+    pairs = [f"{shown(name)} is {shown(owner)}" for name, owner in opened.shared.items()]
+    share = "shares its" if len(pairs) == 1 else "share their"
+    notes = [
+        *_first_of(warnings, counted(len(warnings), "warning")),
+        *facts,
+        *[finding.message for finding in risks if finding.severity != "error"],
+        *_first_of(pairs, f"{counted(len(pairs), 'tensor')} {share} bytes with another"),
+    ]
+    return errors, notes
+
+
 def _first_of(messages: Sequence[str], fact: str) -> list[str]:
     """Return the number of messages and the first one as a text; no text without messages."""
     first = ", first" if len(messages) > 1 else ""
     return [f"{fact}{first}: {messages[0]}"] if messages else []
-
-
-def unread_errors(causes: Iterable[Cause], path: str) -> list[str]:
-    """Report tensors that cannot be read, in a sentence for each cause."""
-    return [
-        f"{counted(len(cause.tensors), 'tensor')} cannot be read: "
-        f"{some(cause.tensors)}: {cause.reason(path, brief=True)}"
-        for cause in causes
-    ]
-
-
-def code_errors(code: Iterable[CodeFinding]) -> list[str]:
-    """Report code that other programs run when they load the file."""
-    return [finding.message for finding in code if finding.severity == "error"]
-
-
-def file_notes(
-    warnings: Sequence[str], facts: Sequence[str], code: Iterable[CodeFinding] = ()
-) -> list[str]:
-    """Report the warnings of opening, facts about the files, and classes that they import."""
-    imports = [finding.message for finding in code if finding.severity != "error"]
-    return [*_first_of(warnings, counted(len(warnings), "warning")), *facts, *imports]
-
-
-def shared_notes(shared: Mapping[str, str]) -> list[str]:
-    """Report tensors that share the bytes of another tensor."""
-    pairs = [f"{shown(name)} is {shown(owner)}" for name, owner in shared.items()]
-    share = "shares its" if len(pairs) == 1 else "share their"
-    return _first_of(pairs, f"{counted(len(pairs), 'tensor')} {share} bytes with another")
 
 
 def _unexplained(index: Any, stored: int) -> list[str]:

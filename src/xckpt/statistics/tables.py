@@ -29,6 +29,16 @@ if TYPE_CHECKING:
 
 #: Statuses of a pair of tensors; the statistic ``status`` is the position in this tuple.
 STATUSES = ("same", "changed", "only_a", "only_b", "shape", "unreadable", "close")
+#: Statuses in words, for two sides with names.
+_STATUS_WORDS = {
+    "same": "the same",
+    "changed": "changed",
+    "close": "close",
+    "only_a": "only in {a}",
+    "only_b": "only in {b}",
+    "shape": "of another shape",
+    "unreadable": "unreadable",
+}
 #: Columns of an explained comparison, and the columns among them that hold text.
 EXPLANATION_COLUMNS = (
     "cause", "outcome", "explanation", "verified", "offset", "scale", "rank", "heads",
@@ -248,6 +258,13 @@ def _ranked(frame: pd.DataFrame) -> pd.DataFrame:
     order = pd.DataFrame(keys).sort_values(list(keys), ascending=False, kind="stable").index
     names = pd.Categorical.from_codes(codes, list(STATUSES))
     return frame.assign(status=names).iloc[order]
+
+
+def count_statuses(frame: pd.DataFrame, a: str, b: str) -> dict[str, str]:
+    """Return the number of tensors with each status in words: ``3 only in a``."""
+    counts = frame["status"].value_counts().to_dict()
+    words = {status: text.format(a=a, b=b) for status, text in _STATUS_WORDS.items()}
+    return {key: f"{counts[key]:,} {text}" for key, text in words.items() if counts.get(key)}
 
 
 def channel_values(result: xr.Dataset, statistic: str) -> dict[str, Array]:
