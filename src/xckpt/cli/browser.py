@@ -55,15 +55,7 @@ class StoppedError(Exception):
 
 
 class Pages:
-    """Pages of a browser: an open checkpoint, and its differences from another checkpoint.
-
-    Parameters
-    ----------
-    ds : xarray.Dataset
-        A checkpoint that `xckpt.open` returned.
-    other : xarray.Dataset, optional
-        Checkpoint to compare with.
-    """
+    """Pages of a browser: an open checkpoint, and its differences from another checkpoint."""
 
     def __init__(self, ds: xr.Dataset, other: xr.Dataset | None = None) -> None:
         from xckpt.datasets.tensors import OpenTensors

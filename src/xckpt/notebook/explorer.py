@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from xckpt.tensor_rows import Row
 
     Report = Callable[[int, int], object]
+    #: Returns the results of named tensors, without tensors that have none; called in a thread.
     Compute = Callable[[Sequence[str], Report], KnownResults]
-    #: Returns the edges of the bins of a tensor, and one count fewer.
+    #: Returns the edges of the bins of a tensor, and one count fewer; called in a thread.
     Histogram = Callable[[str, Report], tuple[ArrayLike, ArrayLike]]
 
 _HERE = Path(__file__).parent
@@ -183,24 +184,6 @@ class Explorer(_Table):
 
     If widgets cannot run (GitHub, nbviewer, a saved notebook), the summary is shown instead.
 
-    Parameters
-    ----------
-    rows : sequence of Row
-        Tensors in file order, with unique names.
-    summary : Summary
-        Summary to show if widgets cannot run.
-    statistics : sequence of str
-        Names of the statistics that `compute` returns.
-    compute : Compute
-        Function that returns the statistics and findings of named tensors; called in a thread.
-        Tensors without statistics are missing in the result.
-    histogram : Histogram
-        Function that computes the histogram of a tensor; called in a thread.
-    code : callable
-        Function that returns the Python expression for a tensor, by name.
-    computed : KnownResults, optional
-        Statistics and findings that are already available.
-
     Attributes
     ----------
     selected : str or None
@@ -223,7 +206,7 @@ class Explorer(_Table):
         statistics: Sequence[str],
         compute: Compute,
         histogram: Histogram,
-        code: Callable[[str], str],
+        code: Callable[[str], str],  # returns the Python expression for a tensor
         computed: KnownResults | None = None,
     ) -> None:
         self._tensor_names = [row.name for row in rows]
@@ -240,7 +223,6 @@ class Explorer(_Table):
         self._failed: dict[int, str] = {}
         self._one = Background(self._stopped)
         self._many = Background(self._stopped)
-        self._progress = _Progress(self)
         super().__init__(rows, statistics, [printable(text) for text in summary.errors])
         if computed is not None:
             self._keep(computed)
@@ -288,13 +270,11 @@ class Explorer(_Table):
     def _describe(self, row: int, check: Callable[..., None]) -> None:
         """Compute the statistics and the histogram of a tensor, and send them to the browser."""
         check()
-        last_report = time.monotonic()
+        pace = _Pace(time.monotonic())
 
         def report(done: int, total: int) -> None:
-            nonlocal last_report
             check()
-            if time.monotonic() - last_report >= _SECONDS_BETWEEN_REPORTS:
-                last_report = time.monotonic()
+            if pace.is_due():
                 self._post({"tell": "working", "row": row, "share": done / max(1, total)})
 
         if row not in self._known:
@@ -325,20 +305,23 @@ class Explorer(_Table):
             self._many.start(lambda check: self._describe_all(missing, check))
 
     def _describe_all(self, rows: Sequence[int], check: Callable[..., None]) -> None:
-        self._progress.begin(len(rows), sum([self._tensor_nbytes[row] for row in rows]))
+        total = binary_size(sum([self._tensor_nbytes[row] for row in rows]))
         done = nbytes = 0
+        pace = _Pace()
         try:
             for batch in self._batches(rows):
 
                 def report(more: int, _: int, nbytes: int = nbytes, done: int = done) -> None:
                     check()
-                    self._progress.report(done, nbytes + more)
+                    if pace.is_due():
+                        sizes = f"{binary_size(nbytes + more)} of {total}"
+                        self._figures = f"{done:,} of {len(rows):,} tensors, {sizes}"
 
                 self._describe_rows(batch, report)
                 done += len(batch)
                 nbytes += sum([self._tensor_nbytes[row] for row in batch])
         finally:
-            self._progress.end()
+            self._figures = ""
             self._busy = False
 
     def _batches(self, rows: Sequence[int]) -> Iterator[list[int]]:
@@ -422,28 +405,16 @@ def _reason(error: Exception) -> str:
     return shortened(printable(reason), _LONGEST_REASON)
 
 
-class _Progress:
-    """The figures of a computation, which an explorer shows while it lasts."""
+class _Pace:
+    """The pace of reports, which are not more frequent than a browser can show."""
 
-    def __init__(self, explorer: Explorer) -> None:
-        self._explorer = explorer
-        self._rows = self._nbytes = 0
-        self._last_report = 0.0
+    def __init__(self, last: float = 0.0) -> None:
+        self._last = last
 
-    def begin(self, rows: int, nbytes: int) -> None:
-        """Show figures of zero."""
-        self._rows, self._nbytes, self._last_report = rows, nbytes, 0.0
-        self.report(0, 0)
-
-    def report(self, rows: int, nbytes: int) -> None:
-        """Update the figures, but not more often than the browser can show."""
+    def is_due(self) -> bool:
+        """Return whether it is time for the next report."""
         now = time.monotonic()
-        if now - self._last_report < _SECONDS_BETWEEN_REPORTS:
-            return
-        self._last_report = now
-        sizes = f"{binary_size(nbytes)} of {binary_size(self._nbytes)}"
-        self._explorer._figures = f"{rows:,} of {self._rows:,} tensors, {sizes}"  # noqa: SLF001
-
-    def end(self) -> None:
-        """Hide the figures."""
-        self._explorer._figures = ""  # noqa: SLF001
+        if now - self._last < _SECONDS_BETWEEN_REPORTS:
+            return False
+        self._last = now
+        return True

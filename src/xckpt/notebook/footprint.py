@@ -78,30 +78,15 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Sizes of a model.
+    """Sizes of a model."""
 
-    Parameters
-    ----------
-    parameters : int
-        Trainable elements; tied tensors count once.
-    groups : tuple of GroupTotal
-        All tensors by role, parameters first.
-    schemes : tuple of GroupTotal
-        Parameters by stored element type or quantisation scheme, largest first.
-    experts : Experts or None
-        Numbers of experts, if the config states them and tensors of experts exist.
-    active : int
-        Parameters that one token uses; all without `experts`.
-    components : tuple of GroupTotal
-        Tensors of the model by component, largest first, with their parameters; empty for a model
-        of a single component.
-    """
-
-    parameters: int
-    groups: tuple[GroupTotal, ...]
+    parameters: int  # trainable elements; tied tensors count once
+    groups: tuple[GroupTotal, ...]  # all tensors by role, parameters first
+    #: Parameters by stored element type or quantisation scheme, largest first.
     schemes: tuple[GroupTotal, ...]
-    experts: Experts | None
-    active: int
+    experts: Experts | None  # if the config states them and tensors of experts exist
+    active: int  # parameters that one token uses; all without `experts`
+    #: Tensors by component, largest first; empty for a model of a single component.
     components: tuple[GroupTotal, ...] = ()
 
     def nbytes_in(self, precision: str) -> int:
@@ -137,30 +122,15 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a running model: its weights, and its state of the tokens so far.
-
-    Parameters
-    ----------
-    cache : ModelCache
-        State that the model keeps of the tokens so far.
-    context : int
-        Number of tokens of each sequence; 0 for the weights alone.
-    batch : int
-        Number of sequences.
-    dtype : str, optional
-        Element type of keys and values, or a name of `PRECISIONS`; by default as the model.
-    limit : int, optional
-        Size of the memory, in bytes.
-    stated : str
-        This size in the user's spelling, if it has one.
-    """
+    """Memory of a running model: its weights, and its state of the tokens so far."""
 
     cache: ModelCache
-    context: int = 0
-    batch: int = 1
+    context: int = 0  # number of tokens of each sequence; 0 for the weights alone
+    batch: int = 1  # number of sequences
+    #: Element type of keys and values, or a name of `PRECISIONS`; by default as the model.
     dtype: str | None = None
-    limit: int | None = None
-    stated: str = ""
+    limit: int | None = None  # size of the memory, in bytes
+    stated: str = ""  # this size in the user's spelling
 
     @property
     def limit_attrs(self) -> dict[str, str]:
