@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from xckpt.statistics import histogram, spectrum, stats, table
     from xckpt.writing import Manifest, append, convert, manifest, save, verify
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CheckpointError",
