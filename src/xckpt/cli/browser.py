@@ -226,7 +226,7 @@ class Browser(App[None]):
 
     TITLE = "xckpt"
     CSS = """
-    #names { width: 45%; max-width: 70; }
+    #names { width: 38%; max-width: 60; }
     Tree, OptionList { height: 1fr; }
     OptionList { display: none; }
     #page { padding: 0 1; }

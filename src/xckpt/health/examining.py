@@ -117,7 +117,9 @@ class Findings(Shown, pd.DataFrame):
             fields = [Field(str(name), kinds.get(str(name), "word")) for name in self.columns]
             return [Table(fields, list(rows)[:_MOST_SHOWN], more(len(self) - _MOST_SHOWN))]
         counts = self["severity"].value_counts()
-        numbers = [f"{counts[s]:,} {s}" for s in SEVERITIES if s in counts] or ["none"]
+        present = [s for s in SEVERITIES if s in counts]
+        numbers = [f"{counts[s]:,} {s}" if s == "info" else counted(counts[s], s) for s in present]
+        numbers = numbers or ["none"]
         fact = f"{counted(len(self.names), 'tensor')}: {', '.join(numbers)}"
         return [Heading("", "Findings", [fact]), *findings_blocks(self, _MOST_SHOWN)]
 

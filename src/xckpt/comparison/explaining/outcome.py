@@ -316,6 +316,7 @@ def of_joint(
         one_number = heads.pop() if len(heads) == 1 else None
         several = Explanation((), "", is_known=is_known, heads=one_number)
         unknown = ("unknown",) if failed else ()
+        place = "part of " if is_part and not is_pair else ""
         joined = (cause, *fault, *causes, *changes, *unknown)
         explanations[number] = replace(
             known[0] if is_part and len(entries) == len(known) == 1 else several,
