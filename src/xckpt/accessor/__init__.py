@@ -548,11 +548,13 @@ class CheckpointAccessor(Generic[Obj]):
         tensors = OpenTensors(self._obj) if tensors is None else tensors
         findings, run = self._known_findings(), tensors.run
         encoding = self._encoding
-        errors, known = notices(tensors, encoding.get("warnings", ()), encoding.get("facts", ()))
-        known += map(str, self._losses(tensors))
+        errors, file_notes = notices(
+            tensors, encoding.get("warnings", ()), encoding.get("facts", ())
+        )
+        file_notes += map(str, self._losses(tensors))
         if run is not None:
             steps = counted(self._obj.sizes[run], run)
-            known.append(f"{steps}: {self._called}.ckpt.summary() has their metrics")
+            file_notes.append(f"{steps}: {self._called}.ckpt.summary() has their metrics")
         with paused_collector():
             summary = new_summary(
                 tensors.rows,
@@ -566,7 +568,7 @@ class CheckpointAccessor(Generic[Obj]):
                 dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
                 stacked=tensors.stacks,
                 obj=self._called,
-                notes=[*known, *notes],
+                notes=[*file_notes, *notes],
             )
             if run is None:
                 return summary

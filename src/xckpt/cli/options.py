@@ -185,7 +185,7 @@ def command(options: str = "", **elsewhere: str) -> Callable[[Callable[..., Any]
     """Make a command with shared options, those for reading included.
 
     The command gets options for reading as the `FileInput` ``reading``, and options for tables as
-    the `TableInput` ``asked``. `elsewhere` has the commands with options that this one lacks, by
+    the `TableInput` ``request``. `elsewhere` has the commands with options that this one lacks, by
     option.
     """
     chosen = options.split()
@@ -206,8 +206,8 @@ def command(options: str = "", **elsewhere: str) -> Callable[[Callable[..., Any]
             reading = FileInput(engine, access, **selection, progress=progress, cache=not no_cache)
             if "sort" in chosen:
                 names = ("columns", "sort", "ascending", "limit")
-                asked = {name: arguments.pop(name) for name in names}
-                arguments["asked"] = TableInput(**asked, keys=arguments.pop("keys") or ())
+                request = {name: arguments.pop(name) for name in names}
+                arguments["request"] = TableInput(**request, keys=arguments.pop("keys") or ())
             return function(reading=reading, **arguments)
 
         stated: list[click.Parameter] = getattr(function, "__click_params__", [])

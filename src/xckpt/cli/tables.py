@@ -62,18 +62,18 @@ class TableInput:
         """Number of rows to print; in a terminal twenty unless the user states another."""
         return _MOST_ROWS if self.limit is None and sys.stdout.isatty() else self.limit
 
-    def print(self, frame: pd.DataFrame, columns: Sequence[str], wanted: Sequence[str]) -> None:
-        """Print columns of a table; a narrow terminal shows the wanted ones rather than others."""
+    def print(self, frame: pd.DataFrame, columns: Sequence[str], preferred: Sequence[str]) -> None:
+        """Print columns of a table, in a narrow terminal the preferred ones."""
         from xckpt.statistics import frame_table
 
         top = self.arrange(frame, self.most)
-        print_blocks([frame_table(top, columns, wanted=[self.sort or "", *wanted])])
+        print_blocks([frame_table(top, columns, wanted=[self.sort or "", *preferred])])
 
     def print_groups(
         self,
         result: Any,
         columns: Iterable[str] | None,
-        wanted: Sequence[str],
+        preferred: Sequence[str],
         document: dict[str, Any] | None,
         **options: Any,
     ) -> None:
@@ -91,6 +91,6 @@ class TableInput:
             return
         columns = frame if columns is None else columns
         listed = [n for n in dict.fromkeys([*keys, "tensors", *columns]) if n in frame]
-        print_blocks([frame_table(frame, listed, keys=keys, wanted=[self.sort or "", *wanted])])
+        print_blocks([frame_table(frame, listed, keys=keys, wanted=[self.sort or "", *preferred])])
         for note in group_notes(notes, keys):
             complain(note)

@@ -70,7 +70,7 @@ _AS_CSV = (
 def stats(
     file: str,
     reading: FileInput,
-    asked: TableInput,
+    request: TableInput,
     *,
     only_findings: bool,
     ignore: tuple[str, ...],
@@ -94,49 +94,50 @@ def stats(
     computed = statistic_names(quantiles or QUANTILES)
     existing = computed if dims else [*FACTS, *computed]
     requested = [name for name in statistic_names(quantiles) if name not in statistic_names(())]
-    columns = asked.choose(existing, [n for n in _STATISTICS if n in existing], requested)
+    columns = request.choose(existing, [n for n in _STATISTICS if n in existing], requested)
     require_rules(ignore)
-    if dims and (only_findings or asked.keys):
+    if dims and (only_findings or request.keys):
         raise click.UsageError("--findings and --by are of whole tensors: leave --dim out")
-    tensors = reading.contents(file, asked.keys)
+    tensors = reading.contents(file, request.keys)
     document: dict[str, Any] = {"source": _source(file, tensors), "format": tensors.format}
     options: dict[str, Any] = {
         **reading.scanning,
         "exact_quantiles": exact_quantiles,
         "quantiles": quantiles or QUANTILES,
     }
-    found = None
+    findings_frame = None
     if only_findings:
         from xckpt.health import examine
 
-        result, found = examine(tensors, ignore=ignore, **options)
+        result, findings_frame = examine(tensors, ignore=ignore, **options)
     else:
         with usage_errors():
             result = compute(tensors, **options, dim=list(dims) if dims else None)
-    status = int(found is not None and calls_for_action(found))
-    if asked.keys:
+    status = int(findings_frame is not None and calls_for_action(findings_frame))
+    if request.keys:
         of_json = document if as_json else None
-        if found is None:
-            asked.print_groups(result, columns, _MAIN_STATISTICS, of_json)
+        if findings_frame is None:
+            request.print_groups(result, columns, _MAIN_STATISTICS, of_json)
         else:
-            asked.print_groups(found, None, (), of_json)
+            request.print_groups(findings_frame, None, (), of_json)
         return status
     frame = table(result) if dims else _with_facts(table(result), tensors)
     if as_json:
         from xckpt.health import findings
 
-        document["tensors"] = json_rows(asked.arrange(frame, asked.limit))
-        if found is None and not dims:
-            found = findings(result, ignore=ignore)
-        print_document({**document, "findings": [] if found is None else found.to_dict("records")})
-    elif found is None:
-        _print_statistics(frame, columns, asked, _MAIN_STATISTICS)
+        document["tensors"] = json_rows(request.arrange(frame, request.limit))
+        if findings_frame is None and not dims:
+            findings_frame = findings(result, ignore=ignore)
+        records = [] if findings_frame is None else findings_frame.to_dict("records")
+        print_document({**document, "findings": records})
+    elif findings_frame is None:
+        _print_statistics(frame, columns, request, _MAIN_STATISTICS)
     else:
         from xckpt.health import findings_blocks
 
-        if found.empty:
+        if findings_frame.empty:
             complain("no findings")
-        print_blocks(findings_blocks(found.head(asked.limit)))
+        print_blocks(findings_blocks(findings_frame.head(request.limit)))
     return status
 
 
@@ -165,12 +166,12 @@ def _with_facts(frame: pd.DataFrame, opened: OpenTensors) -> pd.DataFrame:
 
 
 def _print_statistics(
-    frame: pd.DataFrame, columns: Sequence[str], asked: TableInput, wanted: Sequence[str]
+    frame: pd.DataFrame, columns: Sequence[str], request: TableInput, preferred: Sequence[str]
 ) -> None:
-    asked.print(frame, columns, wanted)
-    if asked.limit is None and asked.most is not None and len(frame) > asked.most:
+    request.print(frame, columns, preferred)
+    if request.limit is None and request.most is not None and len(frame) > request.most:
         count = len(frame)
-        complain(f"the first {asked.most} of {count:,} tensors; --limit {count} prints all")
+        complain(f"the first {request.most} of {count:,} tensors; --limit {count} prints all")
 
 
 # --- spectrum ------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def _print_statistics(
 @click.argument("file")
 @click.option("--minus", metavar="FILE", help="Analyse the differences from this checkpoint.")
 def spectrum(
-    file: str, reading: FileInput, asked: TableInput, *, minus: str | None, as_json: bool
+    file: str, reading: FileInput, request: TableInput, *, minus: str | None, as_json: bool
 ) -> int:
     """Print ranks, norms, condition, alpha of every matrix in FILE.
 
@@ -192,9 +193,9 @@ def spectrum(
     from xckpt.statistics import spectrum as compute
     from xckpt.statistics.tables import FACTS
 
-    columns = asked.choose([*FACTS, *OF_MATRICES], OF_MATRICES)
+    columns = request.choose([*FACTS, *OF_MATRICES], OF_MATRICES)
     statistics = [name for name in columns if name not in FACTS]
-    tensors = reading.contents(file, asked.keys)
+    tensors = reading.contents(file, request.keys)
     result = compute(
         tensors,
         **reading.selection,
@@ -203,15 +204,15 @@ def spectrum(
         statistics=statistics,
     )
     document: dict[str, Any] = {"source": _source(file, tensors)}
-    if asked.keys:
-        asked.print_groups(result, statistics, (), document if as_json else None)
+    if request.keys:
+        request.print_groups(result, statistics, (), document if as_json else None)
         return 0
     frame = _with_facts(table(result), tensors)
     if as_json:
-        print_document({**document, "tensors": json_rows(asked.arrange(frame, asked.limit))})
+        print_document({**document, "tensors": json_rows(request.arrange(frame, request.limit))})
     else:
         listed = list(dict.fromkeys(["dtype", "shape", *columns]))
-        _print_statistics(frame, listed, asked, statistics)
+        _print_statistics(frame, listed, request, statistics)
     return 0
 
 
@@ -265,7 +266,7 @@ def compare(
     a: str,
     b: str,
     reading: FileInput,
-    asked: TableInput,
+    request: TableInput,
     *,
     everything: bool,
     rename: tuple[tuple[str, str], ...],
@@ -304,15 +305,15 @@ def compare(
     matching = renaming(rename, names)
     explain = options["explain"] = options["explain"] or options["adapter"] is not None
     of_tensors = {"--adapter": options["adapter"], "--explain": explain}
-    of_tensors |= {"--codes": options["codes"], "--by": asked.keys, "--write-names": write_names}
+    of_tensors |= {"--codes": options["codes"], "--by": request.keys, "--write-names": write_names}
     if dims and (used := [option for option, value in of_tensors.items() if value]):
         raise click.UsageError(f"{used[0]} is of whole tensors: leave --dim out")
-    if asked.keys and explain:
+    if request.keys and explain:
         raise click.UsageError("--explain describes single tensors: leave --by out")
     of_codes = OF_CODES if options["codes"] else ()
     of_explained = EXPLANATION_COLUMNS if explain else ()
     default = _EXPLAINED if explain else _MEASURES
-    columns = asked.choose([*MEASURES, *of_codes, *of_explained], default, of_codes)
+    columns = request.choose([*MEASURES, *of_codes, *of_explained], default, of_codes)
     columns = columns if explain else list(dict.fromkeys(["status", *columns]))
     if write_names is not None and os.path.lexists(write_names):  # before the pass
         raise click.UsageError(f"{write_names} already exists")
@@ -332,22 +333,22 @@ def compare(
         )
     if write_names is not None:
         write_file(write_names, f"{json.dumps(matched_names(result), indent=1)}\n".encode("ascii"))
-    frame = asked.arrange(table(result))
+    frame = request.arrange(table(result))
     if frame.empty and reading.tensors:
         hint = suggest_filters([*ours.names, *theirs.names], list(reading.tensors))
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}{hint}")
     is_good, conclusion = _conclusion(result, frame, has_bounds=bool(options["fail_above"]))
     document = {"a": a, "b": b, **conclusion}
     sentences = [] if dims else [str(line) for line in comparison_lines(frame)]
-    wanted = [*(_MAIN_OF_EXPLAINED if explain else _MAIN_MEASURES), *OF_CODES]
-    if asked.keys:
+    preferred = [*(_MAIN_OF_EXPLAINED if explain else _MAIN_MEASURES), *OF_CODES]
+    if request.keys:
         # The comparison may have skipped the values of equal tensors, whose norms groups need.
         needs_norms = {"same", "changed"} <= set(frame["status"])
         norms = compute_stats(ours, **reading.scanning) if needs_norms else None
-        asked.print_groups(
+        request.print_groups(
             result,
             ["changed", "only_a", "only_b", *columns],
-            ["changed", *wanted],
+            ["changed", *preferred],
             document if as_json else None,
             stats=norms,
         )
@@ -355,7 +356,7 @@ def compare(
         print_document({**document, "summary": sentences, "tensors": json_rows(frame)})
     else:
         _print_sentences(frame, result.attrs.get("explanation"), sentences)
-        _print_rows(frame, columns, asked, wanted, everything=everything)
+        _print_rows(frame, columns, request, preferred, everything=everything)
         _print_numbers(frame, "channel" if dims else "tensor")
         if sentence := attribute_sentence(result, "--json lists all"):
             complain(sentence)
@@ -400,8 +401,8 @@ def _print_sentences(
 def _print_rows(
     frame: pd.DataFrame,
     columns: Sequence[str],
-    asked: TableInput,
-    wanted: Sequence[str],
+    request: TableInput,
+    preferred: Sequence[str],
     *,
     everything: bool,
 ) -> None:
@@ -421,12 +422,12 @@ def _print_rows(
         if not everything:
             explained = explained[explained["cause"] != "equal"]
     if not listed.empty:
-        asked.print(listed, columns, wanted)
+        request.print(listed, columns, preferred)
     if not explained.empty:
         triples = zip(explained.index, explained["cause"], explained["other_names"], strict=True)
         rows = [Row(f"{a} -> {b}" if b else a, cause, (), 0) for a, cause, b in triples]
         fields = [Field("explained", "name"), Field("tensors", "count"), Field("cause", "word")]
-        patterns = fold(rows)[: asked.most]
+        patterns = fold(rows)[: request.most]
         print_blocks([Table(fields, [(p.text, p.count, p.dtype) for p in patterns])])
 
 

@@ -105,7 +105,7 @@ def _starts(text: str) -> list[int]:
 
 
 def _depth(text: str, width: int) -> int:
-    """Return how many outer modules to omit from a name that is too long, but none with numbers."""
+    """Return how many outer modules, before the first number, to omit from a long name."""
     if columns(text) <= width:
         return 0
     starts = _starts(text)
