@@ -321,8 +321,7 @@ def of_joint(
         explanations[number] = replace(
             known[0] if is_part and len(entries) == len(known) == 1 else several,
             causes=tuple(dict.fromkeys(joined)),
-            text="; ".join([f"part of {head}" if is_part and not is_pair else head, *texts])
-            + order,
+            text="; ".join([place + head, *texts]) + order,
             holds=not failed and is_in_order,
             other_names=tuple(kinds),
             joint=() if is_part or is_pair else (words, *kinds.values()),
