@@ -32,7 +32,6 @@ from xckpt.arrays.converted import (
     packed_codes,
 )
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.graph import lazies_in, lazy_of
 from xckpt.arrays.keys import chunks_along_slowest
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
@@ -466,6 +465,8 @@ def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Dela
     from dask.delayed import Delayed
     from dask.highlevelgraph import HighLevelGraph
 
+    from xckpt.arrays.graph import lazies_in, lazy_of
+
     if any(np.isnan(size) for sizes in data.array.chunks for size in sizes):
         raise UnsupportedError(
             "the sizes of its chunks are not known before it is computed",
@@ -533,6 +534,8 @@ def _new_nans(
     stores: Iterable[tuple[Converted, int, int]], lost: Iterable[Array]
 ) -> dict[str, int]:
     """Return the numbers of NaN by tensor, unless the sources of the first ones have NaN, too."""
+    from xckpt.arrays.graph import lazies_in  # which imports dask
+
     pairs = zip(stores, lost, strict=False)
     counts = [(data, int(count)) for (data, _, _), (_, count) in pairs if count]
     new = {}
