@@ -119,11 +119,11 @@ def _open(work: Work, side: int) -> list[_Tensor]:
 def _norms(tensors: Mapping[str, _Tensor], alone: Mapping[str, _Tensor]) -> Iterator[_Norm]:
     """Yield the batch norms whose variances only one side has."""
     for name, tensor in alone.items():
-        for variance, *others in _LEAVES:
+        for variance, *leaves in _LEAVES:
             stem = name.removesuffix(variance)
             if stem == name or len(tensor.shape) != 1 or tensor.reader.size > _LARGEST_NORM:
                 continue
-            members = [tensors.get(stem + leaf) for leaf in others]
+            members = [tensors.get(stem + leaf) for leaf in leaves]
             shapes = {member.shape for member in members if member is not None}
             if members[0] is None or shapes != {tensor.shape}:
                 continue
@@ -249,7 +249,7 @@ def _are_near(expected: Array, size: Array, values: Array, tensor: _Tensor) -> b
 def _explained(work: Work, folds: Sequence[_Fold], side: int) -> Explanations:
     """Explain the tensors of folds; a pair of names only if both tensors are part of folds."""
     texts: dict[int, dict[str, str]] = {}
-    others: dict[int, dict[str, None]] = {}
+    partners: dict[int, dict[str, None]] = {}
     for fold in folds:
         olds = [t for t in (fold.weight, fold.bias, *fold.norm.tensors) if t is not None]
         head = f"the batch norm {fold.norm.name!r}"
@@ -257,12 +257,12 @@ def _explained(work: Work, folds: Sequence[_Fold], side: int) -> Explanations:
             target = fold.new_weight if tensor is fold.weight else fold.new_bias
             text = f"{head} is folded into {quoted([target.name])} of {SIDES[1 - side]}"
             texts.setdefault(tensor.number, {})[tensor.name] = text
-            others.setdefault(tensor.number, {})[target.name] = None
+            partners.setdefault(tensor.number, {})[target.name] = None
         for tensor, layer in ((fold.new_weight, fold.weight), (fold.new_bias, fold.bias)):
             names = [t.name for t in (layer, *fold.norm.tensors) if t is not None]
             text = f"{head} of {SIDES[side]} is folded into it"
             texts.setdefault(tensor.number, {})[tensor.name] = text
-            others.setdefault(tensor.number, {}).update(dict.fromkeys(names))
+            partners.setdefault(tensor.number, {}).update(dict.fromkeys(names))
     explanations: Explanations = {}
     norms = {fold.norm.name: fold.new_bias.name for fold in folds}
     for n in work.alone(side):
@@ -277,5 +277,5 @@ def _explained(work: Work, folds: Sequence[_Fold], side: int) -> Explanations:
         pair = {reader.name for reader in (match.ours, match.theirs) if reader is not None}
         if pair <= of_names.keys():
             text = "; ".join(dict.fromkeys(of_names.values()))
-            explanations[n] = Explanation(("folded",), text, other_names=tuple(others[n]))
+            explanations[n] = Explanation(("folded",), text, other_names=tuple(partners[n]))
     return explanations

@@ -577,14 +577,8 @@ def _tied(work: Work, n: int, owner: int, link: Link) -> Explanation:
     slots = {structure.slot(name) if name in structure else "" for name in names}
     keys = {work.places.key(side, name) for name in names}
     stored = {order.tensor.identity for order in link.orders[0]}
-    is_tied = (
-        # The embeddings of an encoder and a decoder, or of a decoder and its output layer.
-        slots <= _TIED_SLOTS
-        # Two names of one place.
-        or (len(keys) == 1 and None not in keys)
-        # The file has two names for the same bytes.
-        or (len(stored) == 1 and None not in stored)
-    )
+    # Several embeddings, or an output layer; two names of one place; two names of the same bytes.
+    is_tied = slots <= _TIED_SLOTS or any(len(x) == 1 and None not in x for x in (keys, stored))
     if is_tied and explanation is not None and explanation.verified:
         text = f"tied to {quoted(names[:1])} of {status[-1]}, which has the same numbers"
         other_names = explanation.other_names or names[:1]
