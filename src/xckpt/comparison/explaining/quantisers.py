@@ -107,6 +107,19 @@ def _half(values: Array) -> Array:
     return values.astype(np.float16).astype(F32)
 
 
+def _extreme(choose: Callable[[Array, Array], Array], blocks: Array) -> Array:
+    """Return the larger, or smaller, of all numbers of each block, whose size is a power of two."""
+    # Halving takes a tenth of the time of reducing short rows.
+    while blocks.shape[1] > 1:
+        blocks = choose(blocks[:, ::2], blocks[:, 1::2])
+    return blocks
+
+
+def _magnitude(blocks: Array) -> Array:
+    """Return the largest magnitude in each block."""
+    return _extreme(np.maximum, np.abs(blocks))
+
+
 def _largest(blocks: Array) -> Array:
     """Return the number farthest from zero in each block, with its sign; the first of a tie."""
     at = np.argmax(np.abs(blocks), axis=1)[:, None]
@@ -132,8 +145,8 @@ def _spanning(most: int) -> Callable[[Array], tuple[Array, Array, Array]]:
     """Return the quantiser of Q4_1 and Q5_1: codes span the smallest to the largest number."""
 
     def repeat(blocks: Array) -> tuple[Array, Array, Array]:
-        low = blocks.min(axis=1, keepdims=True)
-        scale = (blocks.max(axis=1, keepdims=True) - low) / F32(most)
+        low = _extreme(np.minimum, blocks)
+        scale = (_extreme(np.maximum, blocks) - low) / F32(most)
         codes = np.clip((blocks - low) * _inverse(scale), 0, most)
         return codes, _half(scale), _half(low)
 
@@ -144,7 +157,7 @@ def _symmetric(most: int) -> Callable[[Array], tuple[Array, Array, Array]]:
     """Return the quantiser of Q8_0, TQ1_0 and TQ2_0: its range is symmetric around zero."""
 
     def repeat(blocks: Array) -> tuple[Array, Array, Array]:
-        scale = np.abs(blocks).max(axis=1, keepdims=True) / F32(most)
+        scale = _magnitude(blocks) / F32(most)
         return blocks * _inverse(scale), _half(scale), F32(0) * scale
 
     return repeat
@@ -156,7 +169,7 @@ _E2M1_MIDDLES = (_E2M1[1:] + _E2M1[:-1]) / 2
 
 def _microscaled(blocks: Array) -> tuple[Array, Array, Array]:
     """Quantise as MXFP4, with a power of two for a scale; the codes are doubled 4-bit floats."""
-    largest = np.abs(_largest(blocks))
+    largest = _magnitude(blocks)
     exponent = np.floor(np.log2(np.where(largest > 0, largest, 1))) - 2
     scale = np.exp2(np.clip(exponent, -127, 127)).astype(F32)
     codes = blocks / scale
@@ -198,7 +211,7 @@ class TableQuantiser(Quantiser):
             if not is_held.all():
                 if self.is_rescaled and np.count_nonzero(is_held.all(axis=1)) < len(blocks) / 2:
                     # The scales are quantised, too; the farthest number of each block is its scale.
-                    new = np.abs(_largest(values))
+                    new = _magnitude(values)
                     is_near = np.abs(new - scale) <= _RESCALED * scale
                     distance = np.abs(values - new * levels)
                     is_held |= is_near & (distance <= _ROUNDED * np.abs(values))
@@ -222,7 +235,7 @@ def _of_table(name: str) -> Callable[[Array], tuple[Array, Array, Array]]:
 
     def repeat(blocks: Array) -> tuple[Array, Array, Array]:
         table = _TABLES[name.partition("/")[0]]
-        scale = np.abs(_largest(blocks)) / table[-1]
+        scale = _magnitude(blocks) / table[-1]
         levels = table[_nearest(table, np.where(scale == 0, F32(0), blocks / scale))]
         return levels, scale, F32(0) * scale
 

@@ -429,14 +429,14 @@ def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:
 
 def begins_quantised(names: tuple[str, str], order: tuple[Side, Side], size: int) -> bool:
     """Return whether a quantiser makes the first numbers of one side from those of the other."""
-    starts = [
+    ours, theirs = (
         Side(part_of(side.view, (0,) * len(side.view.shape), (1, size)), side.tensor)
         for side in order
-    ]
-    pair = pair_of(*[start.reader(names[0]) for start in starts], names[0])
+    )
+    pair = pair_of(ours.reader(names[0]), theirs.reader(names[0]), names[0])
     if INEXACT & set(pair.kinds):
         return False
-    return suspect_quantised(sample_of(pair, *starts), None, None) is not None
+    return suspect_quantised(sample_of(pair, ours, theirs), None, None) is not None
 
 
 def sample_of(pair: Zip | ChunkedZip, ours: Side, theirs: Side) -> SampledPairs:
