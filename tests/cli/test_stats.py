@@ -166,6 +166,8 @@ def test_a_narrow_terminal_shows_the_column_of_the_order(checkpoint: Path, termi
     assert "kurtosis" not in hidden
     out, _ = terminal("spectrum", str(checkpoint), "--sort", "alpha", columns=80)
     assert "alpha" in plain(out).partition("too narrow for")[0]
+    out, _ = terminal("spectrum", str(checkpoint), "--sort", "nbytes", columns=80)
+    assert "nbytes" in plain(out).partition("too narrow for")[0]
 
 
 def test_a_terminal_shows_progress(checkpoint: Path, terminal: Any) -> None:

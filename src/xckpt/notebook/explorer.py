@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from xckpt.tensor_rows import Row
 
     Report = Callable[[int, int], object]
-    #: Returns the results of named tensors, without tensors that have none; called in a thread.
+    #: Returns results for the named tensors that are numeric; called in a thread.
     Compute = Callable[[Sequence[str], Report], KnownResults]
     #: Returns the edges of the bins of a tensor, and one count fewer; called in a thread.
     Histogram = Callable[[str, Report], tuple[ArrayLike, ArrayLike]]
