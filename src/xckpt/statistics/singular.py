@@ -178,19 +178,19 @@ def best_factors(
 def _largest_eigenvalues(gram: Array, count: int, floor: float) -> tuple[Array, Array]:
     """Return at least the `count` largest eigenvalues, largest first, and their eigenvectors.
 
-    Those below the floor may be inexact. Only the lower triangle of the matrix is valid.
+    Those below the floor may be inexact. The matrix is one of `_gram`, and is completed in place.
     """
     # Subspace iteration: Golub and Van Loan, Matrix Computations, section 8.2.4. A few products are
     # much faster than all eigenvectors, and enough if the values fall.
     width = count + max(_MORE_DIRECTIONS, count // 2)
     if width * _FEWEST_TIMES <= len(gram):
-        lower = np.tril(gram)
-        full = lower + np.tril(gram, -1).conj().T
-        del lower
+        for first in range(0, len(gram), _PANEL):  # in place: it may be large
+            last = first + _PANEL
+            gram[first:last, last:] = gram[last:, first:last].conj().T
         start = np.random.default_rng(0).standard_normal((len(gram), width))
-        basis = np.linalg.qr(full @ start)[0]
+        basis = np.linalg.qr(gram @ start)[0]
         for _ in range(_MOST_ITERATIONS):
-            image = full @ basis
+            image = gram @ basis
             squares, turn = np.linalg.eigh(basis.conj().T @ image)
             squares, vectors = squares[::-1], basis @ turn[:, ::-1]
             residuals = np.linalg.norm(image @ turn[:, ::-1] - vectors * squares, axis=0)
