@@ -304,22 +304,22 @@ def of_joint(
     for (number, is_part), entries in shares_of.items():
         kinds = {(e.whole if is_part else e.part).name: e.kind for e in entries}
         head = f"{quoted(list(kinds))} of {SIDES[side if is_part else 1 - side]}, {words}"
-        known = [e.explanation for e in entries if e.explanation is not None]
+        verified = [e.explanation for e in entries if e.explanation is not None]
         failed = [e for e in entries if e.explanation is None]
-        changes = dict.fromkeys(change for explanation in known for change in explanation.changes)
-        texts = list(dict.fromkeys(e.text for e in known if e.changes))[:2]
+        changes = dict.fromkeys(change for e in verified for change in e.changes)
+        texts = list(dict.fromkeys(e.text for e in verified if e.changes))[:2]
         if failed:
-            others = f"different from {quoted([e.part.name for e in failed])}"
-            texts.append(failed[0].problem if is_part else others)
-        heads = {explanation.heads for explanation in known} - {None}
-        is_known = all(e.is_known for e in known if {"offset", "scaled"} & set(e.causes))
+            difference = f"different from {quoted([e.part.name for e in failed])}"
+            texts.append(failed[0].problem if is_part else difference)
+        heads = {explanation.heads for explanation in verified} - {None}
+        is_known = all(e.is_known for e in verified if {"offset", "scaled"} & set(e.causes))
         one_number = heads.pop() if len(heads) == 1 else None
         several = Explanation((), "", is_known=is_known, heads=one_number)
         unknown = ("unknown",) if failed else ()
         place = "part of " if is_part and not is_pair else ""
         joined = (cause, *fault, *causes, *changes, *unknown)
         explanations[number] = replace(
-            known[0] if is_part and len(entries) == len(known) == 1 else several,
+            verified[0] if is_part and len(entries) == len(verified) == 1 else several,
             causes=tuple(dict.fromkeys(joined)),
             text="; ".join([place + head, *texts]) + order,
             holds=not failed and is_in_order,

@@ -108,7 +108,7 @@ def _half(values: Array) -> Array:
 
 
 def _extreme(choose: Callable[[Array, Array], Array], blocks: Array) -> Array:
-    """Return the larger, or smaller, of all numbers of each block, whose size is a power of two."""
+    """Return the largest or smallest number of each block; sizes are powers of two."""
     # Halving takes a tenth of the time of reducing short rows.
     while blocks.shape[1] > 1:
         blocks = choose(blocks[:, ::2], blocks[:, 1::2])
