@@ -408,6 +408,49 @@ def test_exchanged_layers_in_a_flat_parameter_are_not_explained() -> None:
     assert set(table.query("outcome != 'explained'").index) >= {first, second}
 
 
+WRAPPED = "_fsdp_wrapped_module.model.layers.{}._fsdp_wrapped_module._flat_param.rank{}"
+
+
+def wrapped_layers() -> Sides:
+    """Return tensors, and a vector for each layer on two ranks; keys and values have one size."""
+    normal = random_of(7)
+    kinds = {"self_attn.k_proj": (16, 24), "self_attn.v_proj": (16, 24), "self_attn.q_norm": (8,)}
+    kinds["mlp.up_proj"] = (31, 24)
+    ours: Tensors = {}
+    theirs: Tensors = {}
+    for layer in range(3):
+        own = {f"model.layers.{layer}.{kind}.weight": normal(*kinds[kind]) for kind in kinds}
+        vector = np.concatenate([values.ravel() for values in own.values()])
+        theirs |= {WRAPPED.format(layer, n): v for n, v in enumerate(np.split(vector, 2))}
+        ours.update(own)
+    return ours, theirs
+
+
+def test_flat_parameters_of_layers_are_explained() -> None:
+    assert set(explained(*wrapped_layers()).outcome) == {"explained"}
+
+
+def test_exchanged_tensors_of_a_layer_are_not_in_the_order_of_other_layers() -> None:
+    ours, theirs = wrapped_layers()
+    keys, values = (f"model.layers.1.self_attn.{kind}_proj.weight" for kind in "kv")
+    ours[keys], ours[values] = ours[values], ours[keys]
+    table = explained(ours, theirs)
+    bad = set(table.query("outcome != 'explained'").index)
+    assert bad >= {keys, values, WRAPPED.format(1, 0)}
+    assert all(".layers.1." in name for name in bad)
+
+
+def test_zeros_instead_of_a_small_tensor_are_no_padding() -> None:
+    ours, theirs = wrapped_layers()
+    name = "model.layers.1.self_attn.q_norm.weight"
+    vector, start = theirs[WRAPPED.format(1, 1)], 2 * 16 * 24 - (2 * 16 * 24 + 8 + 31 * 24) // 2
+    assert np.array_equal(vector[start : start + 8], ours[name])
+    vector[start : start + 8] = 0
+    outcomes = explained(ours, theirs).outcome
+    assert outcomes[name] != "explained"
+    assert outcomes[WRAPPED.format(1, 1)] != "explained"
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 

@@ -30,9 +30,10 @@ from xckpt.structure.forms import (
     on_ranks,
     without_wrappers,
 )
+from xckpt.structure.numbering import parse_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.typing import Array
 
@@ -185,6 +186,19 @@ class _Slot(NamedTuple):
     parameter: _Parameter
 
 
+class _Flat(NamedTuple):
+    """The vectors of a module, and the parameters that are in them, of those that may be."""
+
+    vector: _Vector
+    slots: Sequence[_Slot]
+    candidates: Sequence[str]
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the parameters, in their order."""
+        return [slot.parameter.name for slot in self.slots]
+
+
 def _floats(values: Any) -> Array:
     return np.asarray(dense_values(np.asarray(values)), np.float64).reshape(-1)
 
@@ -202,7 +216,7 @@ def _in_flat_parameters(
             if module is not None:
                 ranks[plain][0 if reading is None else reading.rank] = name
                 break
-    conversions = {}
+    found: dict[str, _Flat] = {}
     for plain, numbered in ranks.items():
         names = [numbered[rank] for rank in sorted(numbered)]
         vector = _Vector(names, [wholes[name] for name in names])
@@ -215,8 +229,43 @@ def _in_flat_parameters(
         ][:_MOST_PARTS]
         slots = _walk(vector, candidates)
         if slots:
-            conversions[names[0]] = [_conversion(vector, slots)]
-    return conversions
+            found[plain] = _Flat(vector, slots, [candidate.name for candidate in candidates])
+    unlike = _unlike_siblings(found)
+    return {
+        flat.vector.names[0]: [_conversion(flat, is_like_siblings=plain not in unlike)]
+        for plain, flat in found.items()
+    }
+
+
+def _unlike_siblings(found: Mapping[str, _Flat]) -> set[str]:
+    """Return the vectors that have other tensors than those of most layers, or another order."""
+    used = {name for flat in found.values() for name in flat.parameters}
+    siblings: dict[str, list[str]] = defaultdict(list)
+    for plain in found:
+        siblings[parse_name(plain).template].append(plain)
+    unlike = set()
+    for group in siblings.values():
+        orders = {plain: _forms(found[plain].parameters) for plain in group}
+        forms = set().union(*orders.values())
+        for plain, order in orders.items():
+            others = [orders[other] for other in group if other != plain]
+            agreeing = sum([_agree(order, other) for other in others])
+            # Zeros instead of a small tensor look like padding.
+            free = [name for name in found[plain].candidates if name not in used]
+            if 2 * agreeing < len(others) or not forms.isdisjoint(_forms(free)):
+                unlike.add(plain)
+    return unlike
+
+
+def _forms(names: Iterable[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return names without the numbers of their layers."""
+    parsed = map(parse_name, names)
+    return [(name.template, name.indices[1:]) for name in parsed]
+
+
+def _agree(a: Sequence[object], b: Sequence[object]) -> bool:
+    """Return whether two sequences have their common members in the same order."""
+    return [member for member in a if member in b] == [member for member in b if member in a]
 
 
 def _start_of(array: Any) -> Array:
@@ -292,9 +341,9 @@ def _is_padding(vector: _Vector, start: int, stop: int, most: int) -> bool:
     return bool(np.all((values == 0) | (values == _MARK)))
 
 
-def _conversion(vector: _Vector, slots: Sequence[_Slot]) -> Conversion:
-    pieces = []
-    for slot in slots:
+def _conversion(flat: _Flat, *, is_like_siblings: bool) -> Conversion:
+    vector, pieces = flat.vector, []
+    for slot in flat.slots:
         shape, size = slot.parameter.shape, slot.parameter.size
         at = 0
         for n, start, stop in vector.ranges(slot.start, slot.start + size):
@@ -305,8 +354,8 @@ def _conversion(vector: _Vector, slots: Sequence[_Slot]) -> Conversion:
                     vector.names[n], slot.parameter.name, (crop, Reshaped((size,), shape))
                 )
             else:  # the rest is on another rank
-                flat = (Reshaped(shape, (size,)), cropped((size,), 0, at, at + count))
-                piece = Piece(vector.names[n], slot.parameter.name, (crop,), flat)
+                rows = (Reshaped(shape, (size,)), cropped((size,), 0, at, at + count))
+                piece = Piece(vector.names[n], slot.parameter.name, (crop,), rows)
             pieces.append(piece)
             at += count
     return Conversion(
@@ -314,6 +363,6 @@ def _conversion(vector: _Vector, slots: Sequence[_Slot]) -> Conversion:
         "in one vector"
         if len(vector.names) == 1
         else f"in one vector over {len(vector.names)} ranks",
-        is_in_order=are_in_order([slot.parameter.name for slot in slots]),
+        is_in_order=is_like_siblings and are_in_order(flat.parameters),
         key=("flat",),
     )
