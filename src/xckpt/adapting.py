@@ -112,7 +112,7 @@ def extract_adapter(
     chosen = filter_of(tensors, options, opened)
     structure = opened.structure
     entries = entries_of(opened, chosen=chosen)
-    names = {stream.name for entry in entries for stream in entry.readers}
+    names = {stream.name for entry in entries for stream in entry.streams}
     linear = {name for name in names if _are_linear(name, structure, base_opened.structure)}
     matrices = select_matrices(entries, linear.__contains__, base_opened) if linear else {}
     nbytes = sum(matrix.nbytes for matrix in matrices.values())

@@ -17,7 +17,7 @@ from tests.stats.causes import BF16, Made, made, outcome_of, rope
 from tests.stats.checkpoints import model, write
 from tests.stats.oracle import is_so, random_pair
 from xckpt import formats
-from xckpt.comparison.explaining.quantisers import REPEATED
+from xckpt.comparison.relations.quantisers import REPEATED
 from xckpt.datasets.making import make_dataset
 from xckpt.datasets.options import OpenOptions
 

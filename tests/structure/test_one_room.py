@@ -41,7 +41,7 @@ ALLOWED = {
         *("datasets/optimizers.py", "datasets/optimizers.py"),
     },
     "names of one tensor in two projects": {
-        *("labels/conventions.py", "comparison/explaining/names.py"),
+        *("labels/conventions.py", "comparison/names.py"),
     },
     "numbers that siblings have apart from one another": {"comparison/explaining/siblings.py"},
 }

@@ -56,7 +56,7 @@ __all__ = [
     "StoredBytes",
     "as_bytes",
     "bytes_of",
-    "convert",
+    "cast_block",
     "count_lost",
     "count_nan",
     "densified",
@@ -211,7 +211,7 @@ class Converted(ByteStream):
     def _converted(self, first: int, last: int, buffer: Array) -> Iterator[Array]:
         for at, (values,) in self.elements(first, last, buffer):
             position = self._counted(at)
-            block = convert(values, self.dtype, self.cast, tensor=self.name, position=position)
+            block = cast_block(values, self.dtype, self.cast, tensor=self.name, position=position)
             if self.cast == "allow":
                 self.lost.append(count_lost(values, block))
             yield block
@@ -369,7 +369,7 @@ def holds(wide: str, narrow: str) -> bool:
     )
 
 
-def convert(
+def cast_block(
     values: Array,
     name: str,
     cast: Cast,

@@ -85,7 +85,7 @@ class AbsentArray(LazyArray):
 
 
 @dataclass(eq=False, slots=True)
-class TensorArrays(Sequence[LazyArray]):
+class MemberArrays(Sequence[LazyArray]):
     """The lazy arrays of many tensors, or of one part of each, made when they are asked for."""
 
     tensors: Sequence[Tensor | None]
@@ -102,9 +102,9 @@ class TensorArrays(Sequence[LazyArray]):
     def __getitem__(self, position: int) -> LazyArray: ...
 
     @overload
-    def __getitem__(self, position: slice) -> TensorArrays: ...
+    def __getitem__(self, position: slice) -> MemberArrays: ...
 
-    def __getitem__(self, position: int | slice) -> LazyArray | TensorArrays:
+    def __getitem__(self, position: int | slice) -> LazyArray | MemberArrays:
         if isinstance(position, slice):
             return replace(self, tensors=self.tensors[position])
         tensor = self.tensors[position]
@@ -119,7 +119,7 @@ class TensorArrays(Sequence[LazyArray]):
         """The tensors that are there."""
         return [tensor for tensor in self.tensors if tensor is not None]
 
-    def take(self, positions: Sequence[int]) -> TensorArrays:
+    def take(self, positions: Sequence[int]) -> MemberArrays:
         """Return the arrays at some positions, with only the files of these."""
         tensors = tuple([self.tensors[position] for position in positions])
         present = [tensor for tensor in tensors if tensor is not None]
@@ -155,7 +155,7 @@ class StackedArray(LazyArray):
     @property
     def sources(self) -> Collection[Source]:
         """Files of all members; see `LazyArray.sources`."""
-        if isinstance(self.members, TensorArrays):
+        if isinstance(self.members, MemberArrays):
             return self.members.sources.values()
         return {source for member in self.members for source in member.sources}
 
@@ -163,7 +163,7 @@ class StackedArray(LazyArray):
     def tensor_origins(self) -> Iterator[Origin]:
         """Tensors of all members; see `LazyArray.tensor_origins`."""
         members = self.members
-        if not isinstance(members, TensorArrays):
+        if not isinstance(members, MemberArrays):
             return chain.from_iterable([member.tensor_origins for member in members])
         opened = members.options.opened
         return (Origin(tensor, members.role, opened) for tensor in members.present)
@@ -202,7 +202,7 @@ class StackedArray(LazyArray):
         if grid != self.grid:
             members: Sequence[LazyArray] = (
                 self.members.take(places)
-                if isinstance(self.members, TensorArrays)
+                if isinstance(self.members, MemberArrays)
                 else tuple([self.members[place] for place in places])
             )
             fewer = StackedArray(self.name, members, grid)

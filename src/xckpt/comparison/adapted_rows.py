@@ -49,14 +49,14 @@ class AdaptedRows:
 def adapted_rows(
     adapter: Adapter,
     counterpart: Counterpart,
-    readers: tuple[ElementStream, ElementStream],
+    streams: tuple[ElementStream, ElementStream],
     extents: Mapping[str, int],
 ) -> AdaptedRows:
     """Return the rows of a tensor that an adapter changes.
 
-    `readers` has the tensor of both sides, and `extents` the numbers of the rows of all tensors.
+    `streams` has the tensor of both sides, and `extents` the numbers of the rows of all tensors.
     """
-    ours, theirs = readers
+    ours, theirs = streams
     if adapter.is_turned(tuple(ours.array.shape), counterpart):
         adapter = adapter.turned()
     # An embedding that was saved as a whole may have been resized.

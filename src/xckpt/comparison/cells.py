@@ -19,7 +19,7 @@ from xckpt.scan.scanning import MergeTree
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.scan.entries import Described
+    from xckpt.scan.entries import Entry
     from xckpt.typing import Array
 
 # Every axis is cut into blocks: of one element, of some neighbours, or of its whole length if it is
@@ -60,7 +60,7 @@ class ChannelGrid:
         return tuple(shape), tuple(blocks)
 
 
-def reduced_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable, int | None]:
+def reduced_lengths(dim: Reduced, entries: Sequence[Entry]) -> dict[Hashable, int | None]:
     """Return the dimensions to reduce, each with its number of neighbours; None reduces all."""
     if isinstance(dim, Mapping):
         lengths: dict[Hashable, int | None] = dict(dim)
@@ -86,7 +86,7 @@ def reduced_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable
     return lengths
 
 
-def grid_of(entry: Described, lengths: Mapping[Hashable, int | None]) -> ChannelGrid | None:
+def grid_of(entry: Entry, lengths: Mapping[Hashable, int | None]) -> ChannelGrid | None:
     """Return the cells of the tensors of a variable; None without dimensions to reduce."""
     tensor_dims = [dim for dim in entry.variable.dims if dim not in entry.dims]
     shape = tuple([entry.variable.sizes[dim] for dim in tensor_dims])
@@ -124,9 +124,9 @@ class Channels(Comparison):
         self.tree: MergeTree[Any] = MergeTree(_add_tables, (0, np.zeros((0, _COLUMNS))))
 
     @classmethod
-    def begin(cls, reader: Any, argument: Any) -> Channels:
-        """Return an empty comparison for a reader of pairs; the argument is a `ChannelGrid`."""
-        return cls(reader.kinds, reader.size, argument)
+    def begin(cls, stream: Any, argument: Any) -> Channels:
+        """Return an empty comparison for a stream of pairs; the argument is a `ChannelGrid`."""
+        return cls(stream.kinds, stream.size, argument)
 
     def table(self) -> Array:
         """Return the counts and sums of each cell, once all elements were added."""

@@ -14,18 +14,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from xckpt.comparison.arrangements import Padded, RopePermuted
-from xckpt.comparison.explaining.causes import Elementwise
-from xckpt.comparison.explaining.names import role_of
-from xckpt.comparison.explaining.rounding import FRACTION_BITS
+from xckpt.comparison.names import role_of
+from xckpt.comparison.relations.causes import Elementwise
+from xckpt.comparison.relations.rounding import FRACTION_BITS
 from xckpt.formatting import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from xckpt.comparison.arrangements import Step
-    from xckpt.comparison.explaining.causes import Relation
-    from xckpt.comparison.explaining.rounding import Transform
-    from xckpt.comparison.explaining.verification import Link
+    from xckpt.comparison.relations.causes import Relation
+    from xckpt.comparison.relations.rounding import Transform
+    from xckpt.comparison.relations.verification import Link
     from xckpt.structure.families import Place
     from xckpt.structure.model import Structure
 

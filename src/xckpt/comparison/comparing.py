@@ -38,7 +38,7 @@ from xckpt.labels.filters import suggest_filters
 from xckpt.options import RENAMING, ScanOptions, renamed, takes
 from xckpt.progress import Progress
 from xckpt.scan.entries import (
-    Described,
+    Entry,
     all_entries,
     contents_of_all,
     deferred,
@@ -329,12 +329,12 @@ def _require_no_whole_tensors(*, codes: bool, explain: bool, adapter: Any) -> No
 
 
 def _names_of_arrays(
-    objects: Sequence[Any], sides: Sequence[Sequence[Described]]
+    objects: Sequence[Any], sides: Sequence[Sequence[Entry]]
 ) -> dict[str, str] | None:
     """Return the names of two DataArrays, which are compared whatever these are; else None."""
     if not all(isinstance(obj, xr.DataArray) for obj in objects):
         return None
-    both = ([reader.name for entry in side for reader in entry.readers] for side in sides)
+    both = ([stream.name for entry in side for stream in entry.streams] for side in sides)
     return dict(zip(*both, strict=False))
 
 
@@ -350,7 +350,7 @@ def _with_origins(
 
 
 def _warn_of_no_match(
-    sides: Sequence[Sequence[Described]],
+    sides: Sequence[Sequence[Entry]],
     rows: Sequence[Sequence[Match]],
     names: Any,
     tensors: TensorFilter | None,
@@ -360,7 +360,7 @@ def _warn_of_no_match(
     """Warn if no tensors can be compared; with `explain`, the explanation covers other names."""
     statuses = {row.status for matches in rows for row in matches if row.is_chosen}
     if not rows and tensors is not None:
-        all_names = [reader.name for side in sides for entry in side for reader in entry.readers]
+        all_names = [stream.name for side in sides for entry in side for stream in entry.streams]
         text = (
             f"tensors={tensors!r} matches no tensor of a or b{suggest_filters(all_names, tensors)}"
         )
@@ -377,7 +377,7 @@ def _warn_of_no_match(
 
 
 def _add_explanations(
-    entries: Sequence[Described],
+    entries: Sequence[Entry],
     rows: Sequence[Sequence[Match]],
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
@@ -414,7 +414,7 @@ def _add_explanations(
 
 
 def _measure_related(
-    entries: Sequence[Described],
+    entries: Sequence[Entry],
     cases: Sequence[Case],
     values: Sequence[Any],
     explanations: Sequence[Explanation | None],
@@ -530,11 +530,11 @@ def _with_codes(
 
 
 def _along(
-    dim: Reduced, entries: Sequence[Described], rows: Sequence[list[Match]]
-) -> tuple[list[Described], list[list[Match]], list[_Input]]:
+    dim: Reduced, entries: Sequence[Entry], rows: Sequence[list[Match]]
+) -> tuple[list[Entry], list[list[Match]], list[_Input]]:
     """Select the variables that have any of the dimensions, and lay out their channels."""
     lengths = reduced_lengths(dim, entries)
-    selected: list[Described] = []
+    selected: list[Entry] = []
     selected_rows: list[list[Match]] = []
     inputs: list[_Input] = []
     for entry, matches in zip(entries, rows, strict=True):
@@ -542,8 +542,8 @@ def _along(
         grid = None if is_alone else grid_of(entry, lengths)
         if grid is None and not is_alone:
             continue
-        readers = [reader for row in matches for reader in row.sides or ()]
-        if any(reader.array.dtype.kind == "c" for reader in readers):
+        streams = [stream for row in matches for stream in row.sides or ()]
+        if any(stream.array.dtype.kind == "c" for stream in streams):
             text = f"{shown(str(entry.name))} has complex numbers, which are compared as a whole"
             warn(text)
             continue
@@ -578,7 +578,7 @@ def _compare_channels(
 
 
 def _attrs_of(
-    entries: Sequence[Described], rows: Sequence[Sequence[Match]], *, has_names: bool
+    entries: Sequence[Entry], rows: Sequence[Sequence[Match]], *, has_names: bool
 ) -> list[dict[str, Any]]:
     """Return the attributes of each variable: shapes that differ, and names in `b`."""
     texts = [
@@ -598,7 +598,7 @@ def _attrs_of(
     return attrs
 
 
-def _fill_places(entry: Described, results: Sequence[Any]) -> Sequence[Any]:
+def _fill_places(entry: Entry, results: Sequence[Any]) -> Sequence[Any]:
     """Return one result for each place of a variable; None where a tensor is missing."""
     if entry.gone is None:
         return results

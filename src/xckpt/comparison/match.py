@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from xckpt.comparison.arrangements import Transposed
-from xckpt.comparison.explaining.names import (
+from xckpt.comparison.names import (
     Rules,
     are_other_roles,
     conventions,
     first_numbers,
     likeness,
 )
-from xckpt.comparison.explaining.sketches import (
+from xckpt.comparison.pairs import Match, Partner, pair_of
+from xckpt.comparison.sketches import (
     ALIKE,
     are_rotary,
     arrangements,
@@ -35,14 +36,13 @@ from xckpt.comparison.explaining.sketches import (
     sketched,
     standardised,
 )
-from xckpt.comparison.pairs import Match, Partner, pair_of
 from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.labels.conventions import match_names
 from xckpt.labels.filters import select
 from xckpt.labels.renaming import new_names
 from xckpt.progress import Progress
-from xckpt.scan.entries import Described
+from xckpt.scan.entries import Entry
 from xckpt.statistics.tables import TIED
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.classify import Places
-    from xckpt.comparison.explaining.sketches import Sketched
+    from xckpt.comparison.sketches import Sketched
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
@@ -75,15 +75,15 @@ _FEWEST = 3
 
 
 def matched(
-    entries: Sequence[Described],
-    entries_of_b: Sequence[Described],
+    entries: Sequence[Entry],
+    entries_of_b: Sequence[Entry],
     names: Renaming | Literal["auto"] | None,
     tensors: TensorFilter | None,
     *,
     progress: ProgressOption,
     attrs: Sequence[Mapping[Any, Any]],
     places: Places,
-) -> tuple[list[Described], list[list[Match]], ProgressOption]:
+) -> tuple[list[Entry], list[list[Match]], ProgressOption]:
     """Pair the tensors of all variables; `attrs` of both sides may name tied tensors.
 
     Returns the variables of the result, the matches of each, and the progress option for the
@@ -91,7 +91,7 @@ def matched(
     """
     if isinstance(names, str) and names == "auto":
         ours, theirs = (
-            {reader.name: reader for entry in side for reader in entry.readers}
+            {stream.name: stream for entry in side for stream in entry.streams}
             for side in (entries, entries_of_b)
         )
         chosen = set(select(ours, tensors))
@@ -102,11 +102,11 @@ def matched(
             call = progress  # continue after the bytes that matching has read
             progress = lambda done, total: call(bar.done + done, bar.done + total)  # noqa: E731
     else:
-        new = new_names([reader.name for entry in entries for reader in entry.readers], names)
+        new = new_names([stream.name for entry in entries for stream in entry.streams], names)
         partners = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
     with paused_collector():
         sides = [
-            {reader.name for entry in side for reader in entry.readers}
+            {stream.name for entry in side for stream in entry.streams}
             for side in (entries, entries_of_b)
         ]
         only_a = [n for n in sides[0] if n not in partners or partners[n].name not in sides[1]]
@@ -133,54 +133,54 @@ def _tied(
 
 
 def _rows_of(
-    entries: Sequence[Described],
-    entries_of_b: Sequence[Described],
+    entries: Sequence[Entry],
+    entries_of_b: Sequence[Entry],
     partners: Mapping[str, Partner],
     owners: Mapping[str, Partner],  # in `a`, of tensors that only `b` has
     tensors: TensorFilter | None,
-) -> tuple[list[Described], list[list[Match]]]:
+) -> tuple[list[Entry], list[list[Match]]]:
     """Return the variables to compare and their matches; tensors only in `b` come last."""
     theirs: dict[str, ElementStream] = {}
-    for reader in (reader for entry in entries_of_b for reader in entry.readers):
-        if theirs.setdefault(reader.name, reader) is not reader:
-            raise ValueError(f"two tensors of b are called {shown(reader.name)}")
-    ours = {reader.name: reader for entry in entries for reader in entry.readers}
+    for stream in (stream for entry in entries_of_b for stream in entry.streams):
+        if theirs.setdefault(stream.name, stream) is not stream:
+            raise ValueError(f"two tensors of b are called {shown(stream.name)}")
+    ours = {stream.name: stream for entry in entries for stream in entry.streams}
     chosen = set(select([*ours, *theirs], tensors))
 
-    def match(reader: ElementStream) -> Match:
-        if reader.name not in chosen:
-            return Match(reader.name)
-        partner = partners.get(reader.name)
+    def match(stream: ElementStream) -> Match:
+        if stream.name not in chosen:
+            return Match(stream.name)
+        partner = partners.get(stream.name)
         counterpart = theirs.get(partner.name) if partner else None
         if counterpart is None:
-            return Match(reader.name, reader)
-        return pair(reader.name, reader, counterpart, partner)
+            return Match(stream.name, stream)
+        return pair(stream.name, stream, counterpart, partner)
 
     def pair(
-        name: str, reader: ElementStream, counterpart: ElementStream, partner: Partner | None
+        name: str, stream: ElementStream, counterpart: ElementStream, partner: Partner | None
     ) -> Match:
-        is_readable = reader.problem is None and counterpart.problem is None
-        is_pair = is_readable and reader.array.shape == counterpart.array.shape
-        both = pair_of(reader, counterpart, name) if is_pair else None
-        return Match(name, reader, counterpart, partner, both)
+        is_readable = stream.problem is None and counterpart.problem is None
+        is_pair = is_readable and stream.array.shape == counterpart.array.shape
+        both = pair_of(stream, counterpart, name) if is_pair else None
+        return Match(name, stream, counterpart, partner, both)
 
     paired = {partners[name].name for name in ours if name in partners}
     variables = [
-        entry for entry in entries if any(reader.name in chosen for reader in entry.readers)
+        entry for entry in entries if any(stream.name in chosen for stream in entry.streams)
     ]
-    rows = [[match(reader) for reader in entry.readers] for entry in variables]
+    rows = [[match(stream) for stream in entry.streams] for entry in variables]
     variable_names = {entry.name for entry in variables}
-    for name, reader in theirs.items():
+    for name, stream in theirs.items():
         if name not in paired and name in chosen:
             variable_name = name
             while variable_name in variable_names:
                 variable_name += " (b)"
             variable_names.add(variable_name)
             encoding = {"tensor": name}
-            variables.append(Described(variable_name, (), (), (reader,), encoding))
+            variables.append(Entry(variable_name, (), (), (stream,), encoding))
             owner = owners.get(name)
-            alone = Match(name, theirs=reader)
-            rows.append([alone if owner is None else pair(name, ours[owner.name], reader, owner)])
+            alone = Match(name, theirs=stream)
+            rows.append([alone if owner is None else pair(name, ours[owner.name], stream, owner)])
     shown_rows = [
         (variable, matches)
         for variable, matches in zip(variables, rows, strict=True)
@@ -201,7 +201,7 @@ def _partners(
     """Pair tensors of two sides, after reading the numbers of tensors without a namesake."""
     pairs = {name: Partner(name, "name") for name in ours if name in theirs}
     free_a, free_b = (
-        {name: reader for name, reader in side.items() if name not in pairs}
+        {name: stream for name, stream in side.items() if name not in pairs}
         for side in (ours, theirs)
     )
     sketches = _sketched((free_a, free_b), places, progress)
@@ -245,15 +245,15 @@ def _partners(
 def _sketched(
     sides: Sequence[Mapping[str, ElementStream]], places: Places, progress: Progress
 ) -> dict[int, Sketched]:
-    """Sketch the tensors whose number of elements occurs on both sides, by the ids of readers."""
+    """Sketch the tensors whose number of elements occurs on both sides, by the ids of streams."""
     readable = [[r for r in side.values() if r.problem is None] for side in sides]
-    sizes = set.intersection(*({reader.size for reader in side} for side in readable))
-    readers = {id(reader): reader for side in readable for reader in side if reader.size in sizes}
-    sketches = sketched(readers, progress)
+    sizes = set.intersection(*({stream.size for stream in side} for side in readable))
+    streams = {id(stream): stream for side in readable for stream in side if stream.size in sizes}
+    sketches = sketched(streams, progress)
     for number, side in enumerate(readable):
-        for reader in side:
-            if id(reader) in sketches:
-                sketches[id(reader)].is_rotary = places.is_rotary(number, reader.name)
+        for stream in side:
+            if id(stream) in sketches:
+                sketches[id(stream)].is_rotary = places.is_rotary(number, stream.name)
     return sketches
 
 

@@ -87,9 +87,9 @@ class Comparison(Accumulator):
         self._memory: _PairMemory | None = None
 
     @classmethod
-    def begin(cls, reader: Any, argument: Any) -> Comparison:  # noqa: ARG003
-        """Return an empty comparison for a reader of pairs."""
-        return cls(reader.kinds, reader.size, omits_zeros=reader.omits_zeros)
+    def begin(cls, stream: Any, argument: Any) -> Comparison:  # noqa: ARG003
+        """Return an empty comparison for a stream of pairs."""
+        return cls(stream.kinds, stream.size, omits_zeros=stream.omits_zeros)
 
     def update(self, start: int, *columns: Array) -> None:
         """Add pairs."""
@@ -112,7 +112,7 @@ class Comparison(Accumulator):
         memory.end = start // LEAF + leaves
 
     def close(self) -> Self:
-        """Add what is in the memory of this thread, and the zeros that the reader omitted."""
+        """Add what is in the memory of this thread, and the zeros that the stream omitted."""
         memory, self._memory = self._memory, None
         if memory is not None and memory.dtype is not None:
             self._fold_pending(memory)
@@ -157,12 +157,12 @@ class Comparison(Accumulator):
         return data
 
     @classmethod
-    def unpack(cls, data: bytes, reader: Any) -> Comparison:
+    def unpack(cls, data: bytes, stream: Any) -> Comparison:
         """Restore a comparison from the bytes that `pack` returned."""
         import msgpack
 
         counts, largest, nodes = msgpack.unpackb(data)
-        comparison = cls(reader.kinds, reader.size)
+        comparison = cls(stream.kinds, stream.size)
         for name, count in zip(_COUNTS, counts, strict=True):
             setattr(comparison, name, int(count))
         comparison.largest = largest

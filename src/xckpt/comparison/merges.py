@@ -28,7 +28,7 @@ from xckpt.arrays.kinds import kind_of
 from xckpt.arrays.lazy import dense_values as in_memory
 from xckpt.comparison.adapted_rows import AdaptedRows, adapted_rows
 from xckpt.comparison.explaining.outcome import Explanation
-from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
+from xckpt.comparison.relations.rounding import FRACTION_BITS, spacing_of
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
 from xckpt.datasets.adapters import find_adapters, match_bases
 from xckpt.elements import ELEMENT_TYPES
@@ -111,10 +111,10 @@ class Merges:
             if both
             for adapter, counterpart in candidates
         )
-        for changes, readers, number in pairs:
-            if readers is None:
+        for changes, streams, number in pairs:
+            if streams is None:
                 continue
-            parts = [adapted_rows(*change, readers, self.extents) for change in changes]
+            parts = [adapted_rows(*change, streams, self.extents) for change in changes]
             problem = next((part.problem for part in parts if part.problem), "")
             kinds = {part.adapter.kind for part in parts}
             if not problem and len(parts) > 1 and (len(kinds) > 1 or kinds & _WHOLE):
@@ -123,7 +123,7 @@ class Merges:
                 text = f"the adapter changes it, which cannot be verified: {problem}"
                 explanations[number] = Explanation(("unknown",), text, holds=False)
             else:
-                tasks.append(_Merge(number, parts, *readers, self.tensors, is_mixed))
+                tasks.append(_Merge(number, parts, *streams, self.tensors, is_mixed))
         bar.expect(sum([task.ours.nbytes + task.theirs.nbytes for task in tasks]))
         with Threads(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
             for task, explanation in zip(tasks, threads.map(_Merge.explain, tasks), strict=True):

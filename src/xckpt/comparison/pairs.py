@@ -39,7 +39,7 @@ TURNED_NBYTES = 64 << 20
 
 
 def pair_of(first: ElementStream, second: ElementStream, name: str = "") -> Zip | ChunkedZip:
-    """Return a reader of two tensors side by side, in the order that costs less."""
+    """Return a stream of two tensors side by side, in the order that costs less."""
     pair: Zip | ChunkedZip
     if isinstance(first, ChunkedStream) or isinstance(second, ChunkedStream):
         pair = ChunkedZip(first, second)
@@ -69,65 +69,65 @@ def identity_of(first: ElementStream, second: ElementStream, *facts: Any) -> tup
     return ((*our_files, *their_files), len(our_files), *our_rest, *their_rest, *facts)
 
 
-def in_c_order(reader: ElementStream) -> ElementStream:
-    """Return a reader of all elements in C order, complex numbers and zeros included."""
-    if isinstance(reader, ChunkedStream):
-        if reader.row or reader.array.ndim < 2:
-            return reader
-        inner = [-1] * (reader.array.ndim - 1)
-        rechunked = ChunkedStream(reader.array.rechunk(("auto", *inner)))
-        rechunked.name = reader.name
+def in_c_order(stream: ElementStream) -> ElementStream:
+    """Return a stream of all elements in C order, complex numbers and zeros included."""
+    if isinstance(stream, ChunkedStream):
+        if stream.row or stream.array.ndim < 2:
+            return stream
+        inner = [-1] * (stream.array.ndim - 1)
+        rechunked = ChunkedStream(stream.array.rechunk(("auto", *inner)))
+        rechunked.name = stream.name
         return rechunked
-    reader = _plain(reader)
-    return reader if _order(reader) == "C" else _reordered(reader, "C")
+    stream = _plain(stream)
+    return stream if _order(stream) == "C" else _reordered(stream, "C")
 
 
-def _order(reader: ElementStream) -> str:
-    """Return the memory order, C or F, in which a reader yields the elements."""
-    shape = reader.array.shape
+def _order(stream: ElementStream) -> str:
+    """Return the memory order, C or F, in which a stream yields the elements."""
+    shape = stream.array.shape
     has_order = 0 not in shape and sum(size > 1 for size in shape) > 1
-    return "F" if reader.is_turned and has_order else "C"
+    return "F" if stream.is_turned and has_order else "C"
 
 
-def _reordered(reader: ElementStream, order: str) -> ElementStream:
-    """Return a reader of the elements in another order than the stored one."""
-    array = reader.array
+def _reordered(stream: ElementStream, order: str) -> ElementStream:
+    """Return a stream of the elements in another order than the stored one."""
+    array = stream.array
     axes = tuple(range(len(array.shape)))[::-1]
     view = View(array, Transposed(axes)) if order == "F" else array
-    return _view_reader(view, reader, is_across=True)
+    return _view_stream(view, stream, is_across=True)
 
 
-def _view_reader(view: Any, tensor: ElementStream, *, is_across: bool) -> ElementStream:
-    """Return a reader of a view, whose rows may be scattered over the tensor."""
-    reader = ArrayStream(view, tensor.nbytes)
-    reader.whole = reader.loads = tensor.whole or (is_across and not is_sliceable(tensor))
-    reader.place, reader.local = tensor.place, tensor.local
+def _view_stream(view: Any, tensor: ElementStream, *, is_across: bool) -> ElementStream:
+    """Return a stream of a view, whose rows may be scattered over the tensor."""
+    stream = ArrayStream(view, tensor.nbytes)
+    stream.whole = stream.loads = tensor.whole or (is_across and not is_sliceable(tensor))
+    stream.place, stream.local = tensor.place, tensor.local
     if is_across and not tensor.local:
-        reader.piece_nbytes = TURNED_NBYTES
-    return reader
+        stream.piece_nbytes = TURNED_NBYTES
+    return stream
 
 
-def reader_of_view(view: Any, tensor: ElementStream, name: str) -> ElementStream:
-    """Return a reader of a view of a tensor."""
+def stream_of_view(view: Any, tensor: ElementStream, name: str) -> ElementStream:
+    """Return a stream of a view of a tensor."""
     _, steps = parts_of_view(view)
     if not steps:
         return in_c_order(tensor)
     if isinstance(tensor, ChunkedStream):
-        reader = in_c_order(ChunkedStream(view[...]))
+        stream = in_c_order(ChunkedStream(view[...]))
         # Blocks lie within rows, so that each row has to be in one chunk.
-        if isinstance(reader, ChunkedStream) and reader.array.ndim > 1 and not reader.row:
-            reader = ChunkedStream(reader.array.rechunk({1: -1}))
+        if isinstance(stream, ChunkedStream) and stream.array.ndim > 1 and not stream.row:
+            stream = ChunkedStream(stream.array.rechunk({1: -1}))
     else:
-        reader = _view_reader(view, tensor, is_across=any(step.is_across for step in steps))
-    reader.name = name
-    return reader
+        stream = _view_stream(view, tensor, is_across=any(step.is_across for step in steps))
+    stream.name = name
+    return stream
 
 
-def is_sliceable(reader: ElementStream) -> bool:
+def is_sliceable(stream: ElementStream) -> bool:
     """Return whether reading a slice costs no more than the bytes of its elements."""
-    lazy = reader.array
+    lazy = stream.array
     if not isinstance(lazy, DenseArray):
-        return reader.local
+        return stream.local
     part = lazy.reader.part
     if part.encoding is not None or lazy.reader.is_arranged:
         return False
@@ -136,32 +136,32 @@ def is_sliceable(reader: ElementStream) -> bool:
     return is_mapped(lazy.source.view(part.offset, 1))
 
 
-def _plain(reader: ElementStream) -> ElementStream:
-    """Return a reader of all elements: complex numbers instead of magnitudes, zeros included."""
-    if isinstance(reader, SparseStream):
-        lazy = copy(reader.array)
+def _plain(stream: ElementStream) -> ElementStream:
+    """Return a stream of all elements: complex numbers instead of magnitudes, zeros included."""
+    if isinstance(stream, SparseStream):
+        lazy = copy(stream.array)
         lazy.sparse = False
-        dense = ArrayStream(lazy, reader.nbytes)
-        dense.place = reader.place
+        dense = ArrayStream(lazy, stream.nbytes)
+        dense.place = stream.place
         # Use fewer pieces if each piece costs as much as the whole tensor.
         dense.piece_nbytes = max(dense.piece_nbytes, lazy.nbytes_read)
         dense.whole = dense.piece_nbytes == lazy.nbytes_read
         return dense
-    if reader.complex:
-        reader = copy(reader)
-        reader.complex = False
-    return reader
+    if stream.complex:
+        stream = copy(stream)
+        stream.complex = False
+    return stream
 
 
 # --- stored bytes --------------------------------------------------------------------------------
 
 
 def stored_pair(pair: Any) -> Zip | None:
-    """Return a reader of the stored bytes of two tensors; None if equal bytes prove nothing."""
+    """Return a stream of the stored bytes of two tensors; None if equal bytes prove nothing."""
     if not isinstance(pair, Zip) or pair.identity is None:
         return None
     arrays = pair.first.array, pair.second.array
-    if any(getattr(a, "is_raw", False) or not hasattr(a, "readers") for a in arrays):
+    if any(getattr(a, "is_raw", False) or not hasattr(a, "streams") for a in arrays):
         return None
     if _meaning(pair.first) != _meaning(pair.second):
         return None
@@ -177,7 +177,7 @@ class SameBytes(Accumulator):
         self.are_same = True
 
     @classmethod
-    def begin(cls, reader: Any, argument: Any) -> SameBytes:  # noqa: ARG003
+    def begin(cls, stream: Any, argument: Any) -> SameBytes:  # noqa: ARG003
         """Return a new accumulator."""
         return cls()
 
@@ -199,14 +199,14 @@ class SameBytes(Accumulator):
         self.are_same &= other.are_same
 
 
-def _meaning(reader: ElementStream) -> Any:
+def _meaning(stream: ElementStream) -> Any:
     """Return the properties, besides the bytes, that determine the values.
 
     A tensor with digests to verify has the same meaning as no other.
     """
-    lazy = reader.array
+    lazy = stream.array
     if any(part.verify for part in lazy.readers.values()):
-        return reader  # the tensor must be decoded, so that a wrong digest raises
+        return stream  # the tensor must be decoded, so that a wrong digest raises
     stored = {
         role: replace(part.part, offset=0, digest=None, shard=None, inline=None)
         for role, part in lazy.readers.items()
@@ -257,8 +257,8 @@ class Match(NamedTuple):
     @property
     def problem(self) -> CheckpointError | None:
         """The error of the tensor that cannot be read, the one in `a` first."""
-        readers = (reader for reader in (self.ours, self.theirs) if reader is not None)
-        return next((reader.problem for reader in readers if reader.problem is not None), None)
+        streams = (stream for stream in (self.ours, self.theirs) if stream is not None)
+        return next((stream.problem for stream in streams if stream.problem is not None), None)
 
     @property
     def is_beyond(self) -> bool:
@@ -276,9 +276,9 @@ class Match(NamedTuple):
     @property
     def size(self) -> int:
         """Number of elements in `a`, or in `b` if only `b` has the tensor or can be read."""
-        sides = [reader for reader in (self.ours, self.theirs) if reader is not None]
-        readable = [reader for reader in sides if reader.problem is None]
-        return next((reader.size for reader in [*readable, *sides]), 0)
+        sides = [stream for stream in (self.ours, self.theirs) if stream is not None]
+        readable = [stream for stream in sides if stream.problem is None]
+        return next((stream.size for stream in [*readable, *sides]), 0)
 
     @property
     def both(self) -> tuple[ElementStream, ElementStream] | None:
@@ -297,7 +297,7 @@ class Match(NamedTuple):
         if self.related is None or self.ours is None or self.theirs is None:
             return self.both
         view = arranged(self.ours.array, self.steps)
-        return reader_of_view(view, self.ours, self.name), self.theirs
+        return stream_of_view(view, self.ours, self.name), self.theirs
 
     @property
     def in_place_of_a(self) -> tuple[ElementStream, ElementStream] | None:
@@ -305,7 +305,7 @@ class Match(NamedTuple):
         if self.measured is None or self.ours is None or self.theirs is None:
             return None
         view = undone(self.theirs.array, self.steps)
-        return in_c_order(self.ours), reader_of_view(view, self.theirs, self.name)
+        return in_c_order(self.ours), stream_of_view(view, self.theirs, self.name)
 
     @property
     def relation(self) -> str:

@@ -14,8 +14,8 @@ import numpy as np
 
 from xckpt.comparison.arrangements import USUAL_WIDTHS, RopePermuted, Transposed
 from xckpt.comparison.classify import TURNED_SLOTS
-from xckpt.comparison.explaining.verification import correlation_of, sample_of, sides_after
 from xckpt.comparison.pairs import identity_of, pair_of
+from xckpt.comparison.relations.verification import correlation_of, sample_of, sides_after
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.storage.limits import cpu_count
 from xckpt.threads import Threads
@@ -106,7 +106,7 @@ def _related_pair(
 ) -> Zip | ChunkedZip:
     """Return a pair of the elements that belong together after steps."""
     first, second = sides_after(ours, theirs, steps)
-    pair = pair_of(first.reader(name), second.reader(name), name)
+    pair = pair_of(first.stream(name), second.stream(name), name)
     if steps:
         pair.identity = identity_of(ours, theirs, repr(steps))
     return pair

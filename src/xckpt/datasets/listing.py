@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.arrays import LazyArray, lazy_arrays
 from xckpt.arrays.lazy import Opened
-from xckpt.arrays.stacked import AbsentArray, StackedArray, TensorArrays, can_be_absent
+from xckpt.arrays.stacked import AbsentArray, MemberArrays, StackedArray, can_be_absent
 from xckpt.errors import shown, warn
 from xckpt.labels import AxisNamer, select
 from xckpt.labels.filters import suggest_filters
@@ -34,7 +34,7 @@ class Stacked(NamedTuple):
     """A stack of tensors, and their arrays."""
 
     stack: Stack
-    members: TensorArrays
+    members: MemberArrays
 
 
 class Listed(NamedTuple):
@@ -122,7 +122,7 @@ def list_arrays(
         stacked_tensors = tuple(stack.arrange([index.tensors[name] for name in stack.members]))
         for role, lazy in by_role.items():
             absent = AbsentArray(stack.name, lazy.shape, lazy.dtype) if stack.present else None
-            stacked = TensorArrays(stacked_tensors, role, sources, reading, absent)
+            stacked = MemberArrays(stacked_tensors, role, sources, reading, absent)
             grid = StackedArray(stack.name, stacked, stack.shape)
             by_facts = axes.get(tensor.name) if role is None else None
             arrays.append(Listed(stack.name, grid, tensor, role, Stacked(stack, stacked), by_facts))

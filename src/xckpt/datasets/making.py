@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays import LazyArray
     from xckpt.arrays.keys import Chunks
-    from xckpt.arrays.stacked import TensorArrays
+    from xckpt.arrays.stacked import MemberArrays
     from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index, Part, Tensor
     from xckpt.labels.grids import Stack
@@ -476,7 +476,7 @@ class OpenedMembers(Sequence[StackMember]):
     def __init__(
         self,
         maker: VariableMaker,
-        arrays: TensorArrays,
+        arrays: MemberArrays,
         suffix: str,
         axes: dict[str, dict[str, str | None]],
     ) -> None:

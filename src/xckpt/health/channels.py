@@ -177,7 +177,7 @@ class _EqualRows(Rule):
     fewest_elements = 8  # of a row
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
-        if not evidence.readers or evidence.is_new:
+        if not evidence.streams or evidence.is_new:
             return
         count, total = evidence["count"], evidence["row_count"]
         is_read = count / total >= self.fewest_elements
@@ -231,7 +231,7 @@ class RankOne(Rule):
     fewest_channels = 8
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
-        if not evidence.readers or evidence.is_new:
+        if not evidence.streams or evidence.is_new:
             return
         length, count = evidence["l2"], evidence["count"]
         alive = [evidence[f"{side.name}_count"] - evidence[side.dead] for side in (_ROWS, _COLUMNS)]

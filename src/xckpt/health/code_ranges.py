@@ -62,8 +62,8 @@ def _decoded_codes(evidence: Evidence) -> list[CodeRange]:
     """Return the ranges of tensors whose statistics describe decoded numbers; skip packed codes."""
     tensors: list[tuple[int, QuantizedArray]] = []
     codes = []
-    for row, reader in enumerate(evidence.readers):
-        lazy = reader.array
+    for row, stream in enumerate(evidence.streams):
+        lazy = stream.array
         is_coded = isinstance(lazy, QuantizedArray)
         if is_coded and lazy.quantization.bits == lazy.quantization.word_bits == 8:
             flat = DenseArray(lazy.name, lazy.readers["data"], (prod(lazy.shape),), decode=False)

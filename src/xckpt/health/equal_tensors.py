@@ -32,18 +32,18 @@ class EqualTensors:
     def __init__(self, evidence: Evidence) -> None:
         # Equal statistics do not prove equal tensors: these are read. Runs are skipped, because
         # `StepChanges` compares their steps.
-        readers = evidence.readers if evidence.run is None else ()
+        streams = evidence.streams if evidence.run is None else ()
         owners: dict[Any, int] = {}
         #: Row of the first tensor with the same bytes of the file.
         self.tied: dict[int, int] = {}
-        for row, reader in enumerate(readers):
-            if reader.identity is not None and reader.size:
-                owner = owners.setdefault(reader.identity, row)
+        for row, stream in enumerate(streams):
+            if stream.identity is not None and stream.size:
+                owner = owners.setdefault(stream.identity, row)
                 if owner != row:
                     self.tied[row] = owner
         #: Row of a tensor with equal elements, stored elsewhere.
         self.twins: dict[int, int] = {}
-        if readers:
+        if streams:
             self.twins = equal_to(evidence, _suspects(evidence, self.tied))
         #: Names of the layers of a tensor and its twin, if all tensors of the layers are equal.
         self.copied_layers = _copied_layers(evidence, self.twins)
@@ -69,12 +69,12 @@ def _suspects(evidence: Evidence, tied: Collection[int]) -> list[list[int]]:
 
 def equal_to(evidence: Evidence, groups: Iterable[list[int]]) -> dict[int, int]:
     """Compare tensors with the first of their group; return the row of the equal tensor, by row."""
-    readers, names = evidence.readers, evidence.names
+    streams, names = evidence.streams, evidence.names
     twins: dict[int, int] = {}
     remaining = list(groups)
     for _ in range(_MOST_ROUNDS):
         suspected = [(row, group[0]) for group in remaining for row in group[1:]]
-        pairs = [pair_of(readers[first], readers[row], names[row]) for row, first in suspected]
+        pairs = [pair_of(streams[first], streams[row], names[row]) for row, first in suspected]
         measures = compare_pairs(pairs, progress=evidence.progress, cache=evidence.cache)
         is_same = {
             row: measure[0] == 0 for (row, _), measure in zip(suspected, measures, strict=True)
@@ -164,7 +164,7 @@ class Duplicated(Rule):
         equals = evidence.once(EqualTensors)
         experts = {row for rows in equals.equal_experts.values() for row in rows}
         for row, twin in equals.twins.items():
-            nbytes = evidence.readers[row].nbytes
+            nbytes = evidence.streams[row].nbytes
             is_copy = row in equals.copied_layers or row in experts
             # All layers of a new model may begin with the same numbers.
             siblings = evidence.families[evidence.family_of(row)]

@@ -103,12 +103,12 @@ class Evidence:
     run: str | None = None
     _: KW_ONLY
     #: The tensors themselves. Without them, only rules about statistics hold.
-    readers: Sequence[ElementStream] = ()
+    streams: Sequence[ElementStream] = ()
     progress: ProgressOption = None
     cache: bool = True
     #: Types of the tensors of the checkpoint, for their roles in groups.
     origin: DescribedTensors | None = None
-    #: The object that the readers read; without it, statistics that are missing stay unknown.
+    #: The object that the streams read; without it, statistics that are missing stay unknown.
     subject: Any = None
     _computed: dict[Any, Any] = field(default_factory=dict)
     #: Elements of the largest tensor that a rule reads as a whole.
@@ -207,7 +207,7 @@ class Evidence:
 
     def has_masked_rows(self, row: int) -> bool:
         """Return whether all infinities of a table are rows of negative ones; it is read."""
-        if not self.readers or self.is_vector(row) or not self.is_readable(row):
+        if not self.streams or self.is_vector(row) or not self.is_readable(row):
             return False
         values = self.values(row)
         is_infinite = np.isinf(values)
@@ -226,7 +226,7 @@ class Evidence:
 
     def values(self, row: int) -> Array:
         """Return all elements of a tensor; it is read."""
-        return np.asarray(self.readers[row].array[(slice(None),) * len(self.shapes[row])])
+        return np.asarray(self.streams[row].array[(slice(None),) * len(self.shapes[row])])
 
     def equal_rows(self, row: int) -> tuple[int, int]:
         """Return how many rows equal one row, and any earlier row, zeros aside; it is read."""
@@ -243,7 +243,7 @@ class Evidence:
         """Return whether all experts of a stack are equal; it is read if it may be so."""
         number, total = self.shapes[row][0], self["row_count"][row]
         is_likely = self["repeated_rows"][row] >= total * (1 - 1 / number)
-        if not self.readers or number < 2 or not is_likely or not self.is_readable(row):
+        if not self.streams or number < 2 or not is_likely or not self.is_readable(row):
             return False
         values = self.values(row)
         return bool((values == values[:1]).all())

@@ -220,9 +220,9 @@ def examine(
         )
     with paused_collector():
         entries = entries_of(subject, chosen=chosen, silent=True)  # `stats` has warned
-        readers = [reader for entry in entries for reader in entry.readers]
+        streams = [stream for entry in entries for stream in entry.streams]
     run = run_dim(subject.coords)
-    evidence = Evidence.of(result, run, readers=readers, progress=progress, cache=cache)
+    evidence = Evidence.of(result, run, streams=streams, progress=progress, cache=cache)
     return result, _judge(evidence, ignored)
 
 

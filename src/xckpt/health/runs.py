@@ -36,8 +36,8 @@ COUNTING = frozenset({Role.COUNTER, Role.STEP, Role.STATE})
 
 
 def step_changes(evidence: Evidence) -> StepChanges | None:
-    """Return the changes of a run; None without readers or with fewer than two steps."""
-    if evidence.run is None or not evidence.readers:
+    """Return the changes of a run; None without streams or with fewer than two steps."""
+    if evidence.run is None or not evidence.streams:
         return None
     changes = StepChanges(evidence, evidence.parameters or range(len(evidence.names)))
     return changes if len(changes.steps) > 1 and changes.names else None
@@ -73,9 +73,9 @@ class StepChanges:
     def _compare(self, before: Array, after: Array) -> dict[str, Array]:
         """Return the `MEASURES` of the tensors at places of steps; NaN if one has no tensor."""
         exists = (before >= 0) & (after >= 0)
-        readers, names = self._evidence.readers, self._evidence.names
+        streams, names = self._evidence.streams, self._evidence.names
         pairs = [
-            pair_of(readers[new], readers[old], names[new])
+            pair_of(streams[new], streams[old], names[new])
             for old, new in zip(before[exists].tolist(), after[exists].tolist(), strict=True)
         ]
         table = np.full((*before.shape, len(MEASURES)), np.nan)
@@ -134,12 +134,12 @@ def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
     """Compare the steps of a Dataset of `open_steps`; `tensors` selects by names without steps."""
     subject = contents_of(obj)
     with paused_collector():
-        readers = [reader for entry in entries_of(subject) for reader in entry.readers]
+        streams = [stream for entry in entries_of(subject) for stream in entry.streams]
     dim = run_dim(subject.coords)
-    dtypes = [reader.kind.name for reader in readers]
-    shapes = [tuple(reader.array.shape) for reader in readers]
-    names = [reader.name for reader in readers]
-    evidence = Evidence(names, {}, dtypes, shapes, dim, readers=readers, subject=subject)
+    dtypes = [stream.kind.name for stream in streams]
+    shapes = [tuple(stream.array.shape) for stream in streams]
+    names = [stream.name for stream in streams]
+    evidence = Evidence(names, {}, dtypes, shapes, dim, streams=streams, subject=subject)
     plain = [evidence.plain_name(row) if evidence.step_of(row) else "" for row in range(len(names))]
     if dim is None or len({evidence.step_of(row) for row in range(len(names))}) < 2:
         raise ValueError("the object has no steps to compare: open several with xckpt.open_steps")

@@ -31,7 +31,7 @@ from xckpt.index import paused_collector
 from xckpt.labels.filters import select
 from xckpt.opening.files import SeveralFilesError, file_name, files_of, set_of
 from xckpt.opening.hints import advising
-from xckpt.opening.merging import Opened, merge
+from xckpt.opening.merging import OpenFile, merge
 from xckpt.opening.names import rank_of
 from xckpt.opening.reading import open_place, read_file, read_sibling
 from xckpt.quantization import assemble_weights, may_be_quantized, with_counts
@@ -141,7 +141,7 @@ def open_index(
 
 
 def _joined(
-    files: CheckpointFiles, opened: Sequence[Opened], format_options: Mapping[str, Any]
+    files: CheckpointFiles, opened: Sequence[OpenFile], format_options: Mapping[str, Any]
 ) -> tuple[Source, Index]:
     """Join the open files of a checkpoint; a single one may list others."""
     file = opened[0]
@@ -196,7 +196,7 @@ def _report_unreadable(index: Index, tensors: TensorFilter | None, missing: Miss
 
 
 def _open_set(
-    first: Opened, listed: FileSet, format_options: Mapping[str, Any]
+    first: OpenFile, listed: FileSet, format_options: Mapping[str, Any]
 ) -> tuple[Source, Index]:
     """Open the other files of a checkpoint, which its first file lists."""
     files = set_of(first.source, listed)
@@ -261,15 +261,15 @@ def open_each(
     format_options: Mapping[str, Any],
     *,
     mmap: bool = False,
-) -> tuple[CheckpointFiles, list[Opened]]:
+) -> tuple[CheckpointFiles, list[OpenFile]]:
     """Open the files of a checkpoint in parallel, and read their indexes."""
     is_marked = files.by == "mark"
 
-    def opened(file: CheckpointFile) -> Opened | CheckpointError:
+    def opened(file: CheckpointFile) -> OpenFile | CheckpointError:
         place = files.places[file.path]
         if file.rank:  # a file or a folder
             source, index = open_index(place, format, silent=True, whole=False, **format_options)
-            return Opened(file.path, source, index, file.rank)
+            return OpenFile(file.path, source, index, file.rank)
         source = open_place(place, mmap=mmap)
         try:
             index = read_file(source, format, format_options, is_marked=is_marked)
@@ -277,7 +277,7 @@ def open_each(
             raise
         except CheckpointError as error:
             return error.with_traceback(None)
-        return Opened(file.path, source, index, file.rank)
+        return OpenFile(file.path, source, index, file.rank)
 
     present = [file for file in files.files if file.path in files.places]
     if not present:
@@ -288,7 +288,7 @@ def open_each(
         else:
             with ThreadPoolExecutor(min(len(present), _CONCURRENCY)) as threads:
                 results = list(threads.map(opened, present))
-    readable = [result for result in results if isinstance(result, Opened)]
+    readable = [result for result in results if isinstance(result, OpenFile)]
     problems = {
         file.path: result
         for file, result in zip(present, results, strict=True)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from xckpt.opening.checkpoint import CheckpointFiles
     from xckpt.storage import Source
 
-__all__ = ["Opened", "labelled_attrs", "merge"]
+__all__ = ["OpenFile", "labelled_attrs", "merge"]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenFile:
     """An open file of a checkpoint."""
 
     label: str  # in messages
@@ -34,7 +34,7 @@ class Opened:
     rank: str = ""  # a prefix of the names of its tensors
 
 
-def merge(files: CheckpointFiles, opened: Sequence[Opened]) -> tuple[Source, Index]:
+def merge(files: CheckpointFiles, opened: Sequence[OpenFile]) -> tuple[Source, Index]:
     """Merge several files into one checkpoint."""
     warnings = list(files.warnings)
     sources: dict[str, Source] = {}
@@ -87,7 +87,7 @@ class _MergedTensors:
         self._moved: dict[tuple[str, str], list[str]] = defaultdict(list)  # by both files
         self._copies: dict[str, tuple[str, Tensor]] = {}
 
-    def add(self, file: Opened) -> None:
+    def add(self, file: OpenFile) -> None:
         """Add the tensors of a file."""
         weight_map = self.files.weight_map
         tensors, prefix = self.tensors_by_name, f"{file.rank}." if file.rank else ""
@@ -107,7 +107,7 @@ class _MergedTensors:
             else:
                 raise _twice(name, tensors[name], file, self.files)
 
-    def _add_unlisted(self, name: str, tensor: Tensor, file: Opened) -> None:
+    def _add_unlisted(self, name: str, tensor: Tensor, file: OpenFile) -> None:
         """Add a tensor that the index has elsewhere, or not at all; libraries load such tensors."""
         if name in self._copies:
             self.duplicates[name].append(file.label)
@@ -197,7 +197,7 @@ def _size_notes(index: Index) -> list[str]:
     return [f"the index states {stated:,} bytes as total_size, but its tensors have {nbytes:,}"]
 
 
-def labelled_attrs(opened: Opened) -> dict[str, Any]:
+def labelled_attrs(opened: OpenFile) -> dict[str, Any]:
     """Return the attributes of a file, with references to its label."""
     return {
         name: replace(
@@ -209,7 +209,7 @@ def labelled_attrs(opened: Opened) -> dict[str, Any]:
     }
 
 
-def _relabelled(tensor: Tensor, file: Opened) -> Tensor:
+def _relabelled(tensor: Tensor, file: OpenFile) -> Tensor:
     """Return a tensor of a file, with references to the label of the file."""
     label, problem = file.label, tensor.problem
     if problem is not None:
@@ -251,7 +251,7 @@ def _within(label: str, shard: str | None) -> str:
     return label if shard is None else f"{label}: {shard}"
 
 
-def _twice(name: str, before: Tensor, again: Opened, files: CheckpointFiles) -> FormatError:
+def _twice(name: str, before: Tensor, again: OpenFile, files: CheckpointFiles) -> FormatError:
     first = next((part.shard for part in before.parts.values()), None)
     parts = again.index.tensors[name].parts.values()
     hint = "Open them apart"
@@ -269,7 +269,7 @@ def _twice(name: str, before: Tensor, again: Opened, files: CheckpointFiles) -> 
 
 
 def _merged_attrs(
-    files: CheckpointFiles, opened: Sequence[Opened], warnings: list[str]
+    files: CheckpointFiles, opened: Sequence[OpenFile], warnings: list[str]
 ) -> dict[str, Any]:
     """Merge the attributes of all files; the first file wins if they differ."""
     merged = dict(files.attrs)

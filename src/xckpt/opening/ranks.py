@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from xckpt.index import Index, Tensor
-    from xckpt.opening.merging import Opened
+    from xckpt.opening.merging import OpenFile
     from xckpt.storage import Source
     from xckpt.structure.ranks import Division
 
@@ -43,7 +43,7 @@ class _Rank(NamedTuple):
     tensors: Mapping[str, Tensor]
 
 
-def join_ranks(index: Index, opened: Sequence[Opened], mode: JoinRanks) -> Index:
+def join_ranks(index: Index, opened: Sequence[OpenFile], mode: JoinRanks) -> Index:
     """Join the tensors of ranks that stand side by side in an Index, if it is known how.
 
     Otherwise raise an error, or warn if the mode is ``"auto"``.
@@ -60,7 +60,7 @@ def join_ranks(index: Index, opened: Sequence[Opened], mode: JoinRanks) -> Index
         return replace(index, warnings=(_SIDE_BY_SIDE + text, *index.warnings))
 
 
-def look_for_others(index: Index, opened: Opened) -> Index:
+def look_for_others(index: Index, opened: OpenFile) -> Index:
     """Add a warning to the Index of a file without others if the model has several ranks."""
     layout = Layout(index.attrs, _config_of(index, opened.source))
     count = layout.count_of({name: tensor.shape for name, tensor in index.tensors.items()})
@@ -70,7 +70,7 @@ def look_for_others(index: Index, opened: Opened) -> Index:
     return replace(index, warnings=(*index.warnings, text))
 
 
-def _joined(index: Index, opened: Sequence[Opened]) -> Index:
+def _joined(index: Index, opened: Sequence[OpenFile]) -> Index:
     stages = _stages_of(index)
     count = len(stages[0])
     _check_attrs(opened)
@@ -142,7 +142,7 @@ def _place_of(rank: str) -> tuple[int, int]:
     return numbers[_STAGE], numbers[""]
 
 
-def _check_attrs(opened: Sequence[Opened]) -> None:
+def _check_attrs(opened: Sequence[OpenFile]) -> None:
     """Raise if ranks are of different steps or models by their attributes."""
     for name in SHARED_ATTRS:
         values = [file.index.attrs.get(name) for file in opened]

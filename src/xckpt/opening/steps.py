@@ -25,7 +25,7 @@ from xckpt.opening import format_of, open_index
 from xckpt.opening.checkpoint import CheckpointFiles
 from xckpt.opening.files import are_ranks, files_of
 from xckpt.opening.hints import advising
-from xckpt.opening.merging import Opened, labelled_attrs, merge
+from xckpt.opening.merging import OpenFile, labelled_attrs, merge
 from xckpt.opening.names import is_index, is_unfinished, step_in
 from xckpt.opening.runs import Run, run_in
 from xckpt.options import StepKeywords, takes
@@ -127,7 +127,7 @@ def open_steps(
     parsed = OpenOptions.parse(selected, engine=engine, own=format_options)
     names = {number: place.text for number, place in run.steps.items()}
 
-    def opened_step(place: Location) -> Opened | Exception:
+    def opened_step(place: Location) -> OpenFile | Exception:
         try:
             source, index = open_index(
                 place,
@@ -146,12 +146,12 @@ def open_steps(
             return error
         if parsed.structure is not None:
             index = correct(index, parsed.structure)
-        return Opened(place.text, source, index)
+        return OpenFile(place.text, source, index)
 
     places = [run.steps[number] for number in sorted(run.steps)]
     with ThreadPoolExecutor(min(len(places), _CONCURRENCY)) as threads:
         results = list(threads.map(opened_step, places))
-    opened = [result for result in results if isinstance(result, Opened)]
+    opened = [result for result in results if isinstance(result, OpenFile)]
     failures = [result for result in results if isinstance(result, Exception)]
     if failures and (location.kind == "list" or not opened):
         raise failures[0]
@@ -200,7 +200,7 @@ def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
 
 def _warn(
     location: Location,
-    opened: Sequence[Opened],
+    opened: Sequence[OpenFile],
     failures: Sequence[Exception],
     run: Run,
 ) -> None:
@@ -262,7 +262,7 @@ def _numbers_in(paths: list[str]) -> list[int]:
 
 def _combined(
     files: CheckpointFiles,
-    opened: list[Opened],
+    opened: list[OpenFile],
     new: tuple[str, dict[int, str]],
     join: str,
     options: OpenOptions,

@@ -58,8 +58,8 @@ _ROW_NBYTES = 256
 _MOST_DIMS = 12  # in a message
 
 
-class Described(NamedTuple):
-    """A variable, and readers of the tensors in it."""
+class Entry(NamedTuple):
+    """A variable, and streams of the tensors in it."""
 
     #: Name of the variable in the result.
     name: Hashable
@@ -68,7 +68,7 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
     #: Readers of the tensors; the last dimension varies fastest. Empty for a variable whose short
     #: rows are described together.
-    readers: tuple[ElementStream, ...]
+    streams: tuple[ElementStream, ...]
     #: The `encoding` of the variable in the result, with the names of the tensors.
     encoding: dict[str, Any]
     #: All tensors of the object; None for a tensor that only the other side of a comparison has.
@@ -77,7 +77,7 @@ class Described(NamedTuple):
     gone: Array | None = None
     #: Number of filled elements of absent tensors at the other places; None if no tensor is absent.
     absent: Array | None = None
-    #: Whether the values can be read. If not, the readers only have the names and the errors.
+    #: Whether the values can be read. If not, the streams only have the names and the errors.
     is_readable: bool = True
 
     @property
@@ -100,7 +100,7 @@ def entries_of(
     *,
     chosen: TensorFilter | None = None,
     silent: bool = False,
-) -> list[Described]:
+) -> list[Entry]:
     """List the variables of numbers with their tensors; warn about other and unreadable ones."""
     entries = all_entries(tensors, dims, names, silent=silent)
     if chosen is not None:
@@ -110,32 +110,32 @@ def entries_of(
     return [entry for entry in entries if entry.is_readable]
 
 
-def _selected(entries: Sequence[Described], chosen: TensorFilter) -> list[Described]:
+def _selected(entries: Sequence[Entry], chosen: TensorFilter) -> list[Entry]:
     """Return the tensors that a filter matches; others of a stack become absent."""
-    homes = {r.name: str(entry.name) for entry in entries for r in entry.readers}
-    homes |= {str(entry.name): str(entry.name) for entry in entries if not entry.readers}
+    homes = {r.name: str(entry.name) for entry in entries for r in entry.streams}
+    homes |= {str(entry.name): str(entry.name) for entry in entries if not entry.streams}
     names = set(select_members(homes, chosen))
     selected = []
     for entry in entries:
-        mask = np.array([reader.name in names for reader in entry.readers], np.bool_)
+        mask = np.array([stream.name in names for stream in entry.streams], np.bool_)
         if mask.all() and (len(mask) or str(entry.name) in names):
             selected.append(entry)
         elif mask.any():
             gone = np.zeros(entry.shape, np.bool_) if entry.gone is None else entry.gone.copy()
             gone[~gone] = ~mask
-            readers = tuple(compress(entry.readers, mask))
+            streams = tuple(compress(entry.streams, mask))
             absent = np.zeros(entry.shape, np.int64) if entry.absent is None else entry.absent
-            selected.append(entry._replace(readers=readers, gone=gone, absent=absent))
+            selected.append(entry._replace(streams=streams, gone=gone, absent=absent))
     return selected
 
 
-def warn_of_unreadable(tensors: OpenTensors, entries: Sequence[Described]) -> None:
+def warn_of_unreadable(tensors: OpenTensors, entries: Sequence[Entry]) -> None:
     """Warn of tensors that cannot be read: once of damage, and once for each unsupported kind."""
-    lost = [(r.name, r.problem) for e in entries if not e.is_readable for r in e.readers]
+    lost = [(r.name, r.problem) for e in entries if not e.is_readable for r in e.streams]
     causes = causes_of([(name, problem) for name, problem in lost if problem is not None])
     damage = [cause for cause in causes if cause.is_damage]
     if damage:
-        total = sum([len(entry.readers) or 1 for entry in entries])
+        total = sum([len(entry.streams) or 1 for entry in entries])
         warn(unreadable_text(tensors.source, damage, total), UnreadableWarning)
     for cause in causes:
         if not cause.is_damage:
@@ -153,7 +153,7 @@ def all_entries(
     names: Collection[Hashable] | None = None,
     *,
     silent: bool = False,
-) -> list[Described]:
+) -> list[Entry]:
     """List the variables of numbers, also those that cannot be read; warn about other variables."""
     # By default, all variables are listed, and all dimensions except stacked ones are reduced.
     chosen = tensors.variable_names if names is None else names
@@ -215,16 +215,16 @@ def no_dimension(dim: str, existing: Iterable[str]) -> str:
 
 def _unreadable(
     tensors: OpenTensors, name: Hashable, lazy: UnreadableArray | StackedArray
-) -> Described:
+) -> Entry:
     """Return the entry of a variable that cannot be read."""
     encoding = tensors.naming(name)
     if not isinstance(lazy, StackedArray):
-        reader = of_tensor(lazy)
-        return Described(name, (), (), (reader,), encoding, tensors, is_readable=False)
+        stream = of_tensor(lazy)
+        return Entry(name, (), (), (stream,), encoding, tensors, is_readable=False)
     members: Any = lazy.members
-    readers = tuple([of_tensor(member) for member in members])
+    streams = tuple([of_tensor(member) for member in members])
     dims = tensors.variables[name].dims[: len(lazy.grid)]
-    return Described(name, dims, lazy.grid, readers, encoding, tensors, is_readable=False)
+    return Entry(name, dims, lazy.grid, streams, encoding, tensors, is_readable=False)
 
 
 def _entry(
@@ -232,12 +232,12 @@ def _entry(
     name: Hashable,
     lazy: LazyArray | None,
     reduced: Collection[Hashable] | None,
-) -> Described:
+) -> Entry:
     encoding = tensors.naming(name)
-    readers: tuple[ElementStream, ...]
+    streams: tuple[ElementStream, ...]
     if lazy is not None and reduced is None and not isinstance(lazy, StackedArray):
-        readers = (of_tensor(lazy, _flat_name(name, encoding)),)
-        return Described(name, (), (), readers, encoding, tensors)
+        streams = (of_tensor(lazy, _flat_name(name, encoding)),)
+        return Entry(name, (), (), streams, encoding, tensors)
     variable = tensors.variables[name]
     record = stack_of(variable)
     if reduced is None:
@@ -253,22 +253,22 @@ def _entry(
     inner = [variable.sizes[dim] for dim in variable.dims if dim not in dims]
     if reduced is not None and prod(inner) <= LONGEST_ROW:
         require_numbers(variable.dtype)
-        return Described(name, dims, shape, (), encoding, tensors, gone, absent)
+        return Entry(name, dims, shape, (), encoding, tensors, gone, absent)
     if lazy is not None and not dims:
-        readers = (of_tensor(lazy, _flat_name(name, encoding)),)
+        streams = (of_tensor(lazy, _flat_name(name, encoding)),)
     elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
         part = _part_suffix(encoding)
         members = lazy.members if gone is None else compress(lazy.members, ~gone.ravel())
         step = f"{record.run}." if record is not None and record.is_one_step(variable.dims) else ""
-        readers = tuple(of_tensor(m, _without_step(m.name, step) + part) for m in members)
+        streams = tuple(of_tensor(m, _without_step(m.name, step) + part) for m in members)
     else:
         names = member_names(name, variable, dims, tensors.coords)
         values = unread_values(variable.transpose(*dims, ...))
         arrays = (values[position] if position else values for position in np.ndindex(shape))
         pairs = zip(arrays, names, strict=True)
         present = pairs if gone is None else compress(pairs, ~gone.ravel())
-        readers = tuple(of_array(array, str(tensor)) for array, tensor in present)
-    return Described(name, dims, shape, readers, encoding, tensors, gone, absent)
+        streams = tuple(of_array(array, str(tensor)) for array, tensor in present)
+    return Entry(name, dims, shape, streams, encoding, tensors, gone, absent)
 
 
 def _without_step(name: str, run: str) -> str:
@@ -302,7 +302,7 @@ def member_names(
 def _absent(
     variable: xr.Variable, dims: tuple[Hashable, ...], coords: Mapping[Hashable, xr.Variable]
 ) -> tuple[Array | None, Array | None]:
-    """Return `Described.gone` and `Described.absent` for a variable."""
+    """Return `Entry.gone` and `Entry.absent` for a variable."""
     record = stack_of(variable)
     if record is None or record.present is None:
         return None, None
@@ -435,7 +435,7 @@ def deferred(
 
 def laid_out(
     statistics: Sequence[str],
-    entries: Sequence[Described],
+    entries: Sequence[Entry],
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
     contents: OpenTensors,

@@ -68,9 +68,9 @@ _thread = threading.local()
 
 
 def gather(
-    readers: Sequence[ElementStream],
+    streams: Sequence[ElementStream],
     operation: type[Accumulator],
-    # From the position of a tensor among the readers and its accumulator to its result.
+    # From the position of a tensor among the streams and its accumulator to its result.
     finish: Callable[[int, Any], Any],
     progress: Progress | None = None,
     *,
@@ -83,8 +83,8 @@ def gather(
     shortcut: Callable[[list[int]], Iterable[tuple[int, Any]]] | None = None,
 ) -> list[Any]:
     """Scan tensors, and return a result for each, in order."""
-    with open_records(readers, operation.record, enabled=cache) as records:
-        outcome = _Outcome(readers, operation, records, finish)
+    with open_records(streams, operation.record, enabled=cache) as records:
+        outcome = _Outcome(streams, operation, records, finish)
         with paused_collector():
             outcome.plan_reads(stretched=stretched)
         if shortcut is not None:
@@ -93,7 +93,7 @@ def gather(
                 outcome.receive(tensor, 0, 0, accumulator)
                 outcome.uncached[tensor].clear()
         cuts = [
-            Cut(tensor, stretch, readers[tensor], arguments and arguments[tensor], start, stop)
+            Cut(tensor, stretch, streams[tensor], arguments and arguments[tensor], start, stop)
             for tensor, stretches in enumerate(outcome.uncached)
             for stretch, (start, stop) in enumerate(stretches)
         ]
@@ -104,13 +104,13 @@ def gather(
 
 
 def load_cached(
-    readers: Sequence[Any],
+    streams: Sequence[Any],
     operation: type[Accumulator],
     finish: Callable[[int, Any], Any] = lambda _, accumulator: accumulator,
 ) -> list[Any]:
     """Return the results of stretched scans that are cached for each tensor, or None."""
-    with open_records(readers, operation.record, enabled=True) as records:
-        outcome = _Outcome(readers, operation, records, finish)
+    with open_records(streams, operation.record, enabled=True) as records:
+        outcome = _Outcome(streams, operation, records, finish)
         outcome.plan_reads(stretched=True)
     return outcome.results
 
@@ -215,16 +215,16 @@ class _Outcome:
 
     def __init__(
         self,
-        readers: Sequence[ElementStream],
+        streams: Sequence[ElementStream],
         operation: type[Accumulator],
         records: Sequence[Records | None],
         finish: Callable[[int, Any], Any],
     ) -> None:
-        self.readers = readers
+        self.streams = streams
         self.operation = operation
         self.records = records
         self.finish = finish
-        self.results: list[Any] = [None] * len(readers)
+        self.results: list[Any] = [None] * len(streams)
         #: Per tensor: the number of stretches that have not arrived, and the uncached stretches.
         self.missing: list[int] = []
         self.uncached: list[list[tuple[int, int]]] = []
@@ -235,12 +235,12 @@ class _Outcome:
 
     def plan_reads(self, *, stretched: bool) -> None:
         """Take cached accumulators, and list the stretches without one."""
-        for tensor, reader in enumerate(self.readers):
-            stretches = [(0, reader.size)]
-            is_divisible = not (isinstance(reader, ChunkedStream) or reader.whole)
-            if stretched and is_divisible and reader.size > _STRETCH:
-                starts = range(0, reader.size, _STRETCH)
-                stretches = [(start, min(start + _STRETCH, reader.size)) for start in starts]
+        for tensor, stream in enumerate(self.streams):
+            stretches = [(0, stream.size)]
+            is_divisible = not (isinstance(stream, ChunkedStream) or stream.whole)
+            if stretched and is_divisible and stream.size > _STRETCH:
+                starts = range(0, stream.size, _STRETCH)
+                stretches = [(start, min(start + _STRETCH, stream.size)) for start in starts]
             self.missing.append(len(stretches))
             self.uncached.append([])
             for bounds in stretches:
@@ -264,16 +264,16 @@ class _Outcome:
         del self.parts[tensor, stretch]
         records = self.records[tensor]
         if records is not None:
-            records.put(key_of(self.readers[tensor], bounds), total.pack())
+            records.put(key_of(self.streams[tensor], bounds), total.pack())
         self._add(tensor, bounds[0], total)
 
     def _cached(self, tensor: int, bounds: tuple[int, int]) -> Accumulator | None:
-        records, reader = self.records[tensor], self.readers[tensor]
-        value = None if records is None else records.get(key_of(reader, bounds))
+        records, stream = self.records[tensor], self.streams[tensor]
+        value = None if records is None else records.get(key_of(stream, bounds))
         if value is None:
             return None
         try:
-            return self.operation.unpack(value, reader)
+            return self.operation.unpack(value, stream)
         except LookupError:  # a sketch without channels
             return None
 
@@ -315,10 +315,10 @@ def _scan(
     report: Callable[[int], None],
 ) -> None:
     client = waiting_client()
-    chunked = [cut for cut in cuts if isinstance(cut.reader, ChunkedStream)]
-    unchunked = [cut for cut in cuts if not isinstance(cut.reader, ChunkedStream)]
-    thread_cuts = [cut for cut in unchunked if client is None or cut.reader.local]
-    cluster_cuts = [cut for cut in unchunked if client is not None and not cut.reader.local]
+    chunked = [cut for cut in cuts if isinstance(cut.stream, ChunkedStream)]
+    unchunked = [cut for cut in cuts if not isinstance(cut.stream, ChunkedStream)]
+    thread_cuts = [cut for cut in unchunked if client is None or cut.stream.local]
+    cluster_cuts = [cut for cut in unchunked if client is not None and not cut.stream.local]
 
     def deliver_all(task: list[Cut], results: list[Any]) -> None:
         for cut, result in zip(task, results, strict=True):
@@ -375,10 +375,10 @@ def _run_on_threads(
 class Cut(NamedTuple):
     """Elements of a tensor that a task reads."""
 
-    #: Position of the tensor among the readers, and of the stretch among its uncached ones.
+    #: Position of the tensor among the streams, and of the stretch among its uncached ones.
     tensor: int
     stretch: int
-    reader: Any
+    stream: Any
     argument: Any
     start: int
     stop: int
@@ -386,7 +386,7 @@ class Cut(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes to read."""
-        nbytes: int = self.reader.share(self.start, self.stop)
+        nbytes: int = self.stream.share(self.start, self.stop)
         return nbytes
 
 
@@ -395,13 +395,13 @@ def tasks_of(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterato
     # A cut of a large tensor has `piece` bytes, a task `target` bytes and at most `most` cuts.
     task: list[Cut] = []
     nbytes = 0
-    for cut in sorted(cuts, key=lambda cut: (cut.reader.place, cut.tensor, cut.stretch)):
-        reader, stop = cut.reader, cut.stop
+    for cut in sorted(cuts, key=lambda cut: (cut.stream.place, cut.tensor, cut.stretch)):
+        stream, stop = cut.stream, cut.stop
         # Many small files share a task. The first tensors of a large file wait for its others.
-        if nbytes > target // 8 and reader.place[0] != task[-1].reader.place[0]:
+        if nbytes > target // 8 and stream.place[0] != task[-1].stream.place[0]:
             yield task
             task, nbytes = [], 0
-        for start, end in reader.cuts(cut.start, stop, piece):
+        for start, end in stream.cuts(cut.start, stop, piece):
             is_part = end - start < stop - cut.start
             task.append(cut._replace(start=start, stop=end) if is_part else cut)
             nbytes += task[-1].nbytes
@@ -414,7 +414,7 @@ def tasks_of(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterato
 
 def ranges_of(cuts: Iterable[Cut]) -> Iterator[Range]:
     """Return the byte ranges of cuts, to read ahead."""
-    return chain.from_iterable(cut.reader.ranges(cut.start, cut.stop) for cut in cuts)
+    return chain.from_iterable(cut.stream.ranges(cut.start, cut.stop) for cut in cuts)
 
 
 def scan_cuts(
@@ -426,12 +426,12 @@ def scan_cuts(
     accumulators: list[Any] = []
     for group in _neighbours(task):
         memory = _read_together(group) if len(group) > 1 else None
-        first = group[0].reader.place[1]
+        first = group[0].stream.place[1]
         for cut in group:
             blocks = None
             if memory is not None:
-                start = cut.reader.place[1] - first
-                values = memory[start : start + cut.reader.nbytes].view(cut.reader.block_dtype)
+                start = cut.stream.place[1] - first
+                values = memory[start : start + cut.stream.nbytes].view(cut.stream.block_dtype)
                 blocks = [(0, (values,))] if cut.stop else []
             accumulators.append(_scan_cut(cut, blocks, operation, stopped))
     return accumulators
@@ -442,15 +442,15 @@ def _neighbours(task: list[Cut]) -> Iterator[list[Cut]]:
     group: list[Cut] = []
     group_source, start, end = None, 0, 0
     for cut in task:
-        source, offset = cut.reader.shared_source, cut.reader.place[1]
-        is_whole = source is not None and cut.stop - cut.start == cut.reader.size
+        source, offset = cut.stream.shared_source, cut.stream.place[1]
+        is_whole = source is not None and cut.stop - cut.start == cut.stream.size
         is_next = is_whole and source is group_source and 0 <= offset - end <= _LARGEST_GAP
-        if group and not (is_next and offset + cut.reader.nbytes - start <= _TOGETHER_NBYTES):
+        if group and not (is_next and offset + cut.stream.nbytes - start <= _TOGETHER_NBYTES):
             yield group
             group = []
         if not group:
             start = offset
-        group_source, end = source if is_whole else None, offset + cut.reader.nbytes
+        group_source, end = source if is_whole else None, offset + cut.stream.nbytes
         group.append(cut)
     if group:
         yield group
@@ -458,13 +458,13 @@ def _neighbours(task: list[Cut]) -> Iterator[list[Cut]]:
 
 def _read_together(group: list[Cut]) -> Array | None:
     """Read small tensors at once, or return None, so that an error is raised for one tensor."""
-    reader = group[-1].reader
-    first = group[0].reader.place[1]
+    stream = group[-1].stream
+    first = group[0].stream.place[1]
     # Elements are aligned in memory if they are aligned in the file.
     start = first % _ALIGNMENT
-    memory: Array = _thread.buffer[start : start + reader.place[1] + reader.nbytes - first]
+    memory: Array = _thread.buffer[start : start + stream.place[1] + stream.nbytes - first]
     with suppress(OSError, CheckpointError):
-        reader.shared_source.read_into([first], memory.data)
+        stream.shared_source.read_into([first], memory.data)
         return memory
     return None
 
@@ -476,7 +476,7 @@ def _scan_cut(
     stopped: Sequence[Any],
 ) -> Accumulator:
     """Return an accumulator for a cut; its blocks are read unless they are given."""
-    stream = cut.reader
+    stream = cut.stream
     accumulator = operation.begin(stream, cut.argument)
     with locating(path=stream.place[0] or None, tensor=stream.tensor or stream.name):
         if blocks is None:
@@ -514,7 +514,7 @@ def _run_on_cluster(
     tasks = list(tasks_of(cuts, _CLUSTER_TASK_NBYTES, target, most))
 
     def file_and_size(task: list[Cut]) -> tuple[str, int]:
-        return task[0].reader.place[0], sum(cut.nbytes for cut in task)
+        return task[0].stream.place[0], sum(cut.nbytes for cut in task)
 
     on_cluster(client, tasks, partial(_scan_ahead, operation=operation), deliver, file_and_size)
 
@@ -533,12 +533,12 @@ class _ChunkTask:
     """The task of a chunk; it pickles."""
 
     operation: type[Accumulator]
-    reader: ElementStream
+    stream: ElementStream
     argument: Any
     start: int
 
     def __call__(self, values: Array) -> Accumulator:
-        accumulator = self.operation.begin(self.reader, self.argument)
+        accumulator = self.operation.begin(self.stream, self.argument)
         if values.size:
             accumulator.update(self.start, *columns_of(values))
         return accumulator.close()
@@ -554,21 +554,21 @@ def _run_chunks(
     """Scan all chunks of dask arrays, in one run of a scheduler."""
     import dask
 
-    arrays = dask.optimize(*(cut.reader.flat(operation.leaf) for cut in cuts))
+    arrays = dask.optimize(*(cut.stream.flat(operation.leaf) for cut in cuts))
     graph: dict[Any, Any] = {}
     for array in arrays:
         graph.update(array.__dask_graph__())
     token = f"xckpt-stats-{uuid4().hex}"
     places = {}
     for cut, array in zip(cuts, arrays, strict=True):
-        reader = copy(cut.reader)
-        reader.array = None  # the array holds the whole graph
+        stream = copy(cut.stream)
+        stream.array = None  # the array holds the whole graph
         start = 0
         for chunk, size in enumerate(array.chunks[0]):
             key = (token, cut.tensor, chunk)
-            work = _ChunkTask(operation, reader, cut.argument, start)
+            work = _ChunkTask(operation, stream, cut.argument, start)
             graph[key] = (work, (array.name, chunk))
-            places[key] = start, cut.reader.share(start, start + size)
+            places[key] = start, cut.stream.share(start, start + size)
             start += size
 
     def done(key: Any, result: Any, *_: Any) -> None:

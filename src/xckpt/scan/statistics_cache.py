@@ -83,7 +83,7 @@ class Cacheable(Protocol):
 
 @contextmanager
 def open_records(
-    readers: Sequence[Cacheable], kind: str, *options: Any, enabled: bool
+    streams: Sequence[Cacheable], kind: str, *options: Any, enabled: bool
 ) -> Iterator[list[Records | None]]:
     """Open the cached values of one kind for each tensor; None for tensors without a cache."""
     folder = cache.folder(FOLDER) if enabled else None
@@ -91,7 +91,7 @@ def open_records(
     are_rows = kind == _ROW
     files: dict[_Checkpoint, Records] = {}
     records: list[Records | None] = []
-    for checkpoint in _checkpoints_of(readers):
+    for checkpoint in _checkpoints_of(streams):
         if folder is None or checkpoint is None:
             records.append(None)
             continue
@@ -108,7 +108,7 @@ def open_records(
 
 
 def rows_of(
-    readers: Sequence[Cacheable],
+    streams: Sequence[Cacheable],
     # Name of the rows, and the options that they depend on.
     options: tuple[Any, ...],
     width: int,
@@ -118,30 +118,30 @@ def rows_of(
     enabled: bool,
 ) -> Array:
     """Return a row of `width` numbers for each tensor, cached or computed."""
-    rows = np.full((len(readers), width), np.nan)
-    with open_records(readers, _ROW, *options, width, enabled=enabled) as records:
+    rows = np.full((len(streams), width), np.nan)
+    with open_records(streams, _ROW, *options, width, enabled=enabled) as records:
         cached: dict[int, bytes] = {}
         with paused_collector():
-            for tensor, (reader, file) in enumerate(zip(readers, records, strict=True)):
-                value = None if file is None else file.get(_key_of_row(reader))
+            for tensor, (stream, file) in enumerate(zip(streams, records, strict=True)):
+                value = None if file is None else file.get(_key_of_row(stream))
                 if value is not None and len(value) == 8 * width:
                     cached[tensor] = value
         rows[list(cached)] = np.frombuffer(b"".join(cached.values()), "<f8").reshape(
             len(cached), width
         )
-        missing = [tensor for tensor in range(len(readers)) if tensor not in cached]
+        missing = [tensor for tensor in range(len(streams)) if tensor not in cached]
         for tensor, row in zip(missing, compute(missing), strict=True):
             rows[tensor] = row
         for tensor in missing:
             file = records[tensor]
             if file is not None:
-                file.put(_key_of_row(readers[tensor]), rows[tensor].astype("<f8").tobytes())
+                file.put(_key_of_row(streams[tensor]), rows[tensor].astype("<f8").tobytes())
     return rows
 
 
-def _key_of_row(reader: Cacheable) -> bytes:
-    channels = getattr(reader, "channels", None)
-    return key_of(reader) if channels is None else key_of(reader, channels)
+def _key_of_row(stream: Cacheable) -> bytes:
+    channels = getattr(stream, "channels", None)
+    return key_of(stream) if channels is None else key_of(stream, channels)
 
 
 class Records:
@@ -211,9 +211,9 @@ class Records:
 # --- keys ----------------------------------------------------------------------------------------
 
 
-def key_of(reader: Cacheable, *parts: Any) -> bytes:
+def key_of(stream: Cacheable, *parts: Any) -> bytes:
     """Return the key of a tensor, or of a part of it."""
-    return digest_of(reader.kind.name, reader.identity, *parts)
+    return digest_of(stream.kind.name, stream.identity, *parts)
 
 
 def digest_of(*values: Any) -> bytes:
@@ -221,14 +221,14 @@ def digest_of(*values: Any) -> bytes:
     return blake2b(repr(values).encode(), digest_size=_KEY_NBYTES).digest()
 
 
-def _checkpoints_of(readers: Sequence[Cacheable]) -> list[_Checkpoint | None]:
+def _checkpoints_of(streams: Sequence[Cacheable]) -> list[_Checkpoint | None]:
     """Return the checkpoint of each tensor; None if its content may change under its identity."""
     by_files: dict[Any, _Checkpoint | None] = {None: None}
     checkpoints = []
-    for reader in readers:
+    for stream in streams:
         files = None
-        if reader.identity is not None:
-            files = tuple([(name, version) for _, name, version, *_ in reader.identity[0]])
+        if stream.identity is not None:
+            files = tuple([(name, version) for _, name, version, *_ in stream.identity[0]])
         if files is not None and files not in by_files:
             are_lasting = all(is_lasting(*file) for file in files)
             by_files[files] = files[0] if are_lasting else None

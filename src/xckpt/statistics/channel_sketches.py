@@ -61,11 +61,11 @@ class ChannelSketch(Sketch):
         self.bits = 0
 
     @classmethod
-    def begin(cls, reader: Any, argument: Any) -> ChannelSketch:
+    def begin(cls, stream: Any, argument: Any) -> ChannelSketch:
         """Return an empty sketch for a tensor; the argument is its `width_of`."""
-        if reader.sparse:
-            return cls(reader.kind)
-        return cls(reader.kind, reader.row, argument)
+        if stream.sparse:
+            return cls(stream.kind)
+        return cls(stream.kind, stream.row, argument)
 
     def _add_block(self, tables: Tables, start: int, values: Array) -> None:
         super()._add_block(tables, start, values)
@@ -102,8 +102,8 @@ class ChannelSketch(Sketch):
         channels = {"width": self.width, "columns": self.columns.tobytes(), "spans": spans}
         return super()._fields() | channels | {"bits": str(self.bits)}
 
-    def _restore(self, fields: Mapping[str, Any], reader: Any) -> None:
-        super()._restore(fields, reader)
+    def _restore(self, fields: Mapping[str, Any], stream: Any) -> None:
+        super()._restore(fields, stream)
         self.width = fields["width"]
         unsigned = self.kind.unsigned
         self.columns = np.frombuffer(fields["columns"], unsigned).copy()
@@ -111,14 +111,14 @@ class ChannelSketch(Sketch):
         self.bits = int(fields["bits"])
 
 
-def width_of(reader: Any) -> int:
+def width_of(stream: Any) -> int:
     """Return the number of elements in a row of a tensor; 0 for a tensor without channels."""
-    if reader.sparse or reader.complex or not reader.kind.has_zero or not reader.row:
+    if stream.sparse or stream.complex or not stream.kind.has_zero or not stream.row:
         return 0
-    width = reader.row
-    if not reader.is_turned and (width > _MOST_COLUMNS or width == reader.size):
-        width = reader.array.shape[-1]
-    few = _FEWEST_COLUMNS <= width <= _MOST_COLUMNS and reader.size // width <= _MOST_ROWS
+    width = stream.row
+    if not stream.is_turned and (width > _MOST_COLUMNS or width == stream.size):
+        width = stream.array.shape[-1]
+    few = _FEWEST_COLUMNS <= width <= _MOST_COLUMNS and stream.size // width <= _MOST_ROWS
     return width if few else 0
 
 
@@ -137,7 +137,7 @@ def _used_bits(values: Array, patterns: Array, mask: int) -> int:
     return mask
 
 
-def channel_statistics(sketch: ChannelSketch, std: float, reader: Any) -> list[float]:
+def channel_statistics(sketch: ChannelSketch, std: float, stream: Any) -> list[float]:
     """Return the statistics `OF_CHANNELS`, in order; NaN if one does not apply."""
     statistics = dict.fromkeys(OF_CHANNELS, np.nan)
     kind = sketch.kind
@@ -149,7 +149,7 @@ def channel_statistics(sketch: ChannelSketch, std: float, reader: Any) -> list[f
     if kind.exact and kind.bits <= 8 and kind.dtype.kind != "b":
         statistics["at_ends"] = count_at_ends(sketch)
     if sketch.width:
-        patterns = _sides(sketch, reader)
+        patterns = _sides(sketch, stream)
         statistics["row_count"], statistics["column_count"] = map(float, map(len, patterns))
         statistics["empty_rows"] = float(np.count_nonzero(patterns[0] == 0))
         statistics["dead_columns"] = float(np.count_nonzero(patterns[1] == 0))
@@ -201,14 +201,14 @@ def _equal(patterns: Array) -> tuple[int, int]:
     return int(np.diff(np.append(starts, len(alive))).max()), len(alive) - len(starts)
 
 
-def _sides(sketch: ChannelSketch, reader: Any) -> list[Array]:
+def _sides(sketch: ChannelSketch, stream: Any) -> list[Array]:
     """Return the largest magnitudes of rows and columns, as patterns."""
-    shape = reader.array.shape
-    turned = reader.is_turned
+    shape = stream.array.shape
+    turned = stream.is_turned
     stored = shape[::-1] if turned else shape
     patterns = [sketch.rows_of_channels(), sketch.columns]
-    split = 1 if sketch.width == reader.row else len(stored) - 1
-    channels = reader.channels
+    split = 1 if sketch.width == stream.row else len(stored) - 1
+    channels = stream.channels
     if channels is None or len(stored) != len(shape):
         return patterns[::-1] if turned else patterns
     sides = []

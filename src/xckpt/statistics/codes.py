@@ -39,7 +39,7 @@ USE_OF_CODES = ("saturated", "unused")
 class _Coded(NamedTuple):
     """The codes of a tensor, and the value of each code before scaling."""
 
-    reader: ElementStream
+    stream: ElementStream
     values: Array
     #: Whether a byte holds two codes.
     paired: bool = False
@@ -61,10 +61,10 @@ class Boxes:
         return self.read(starts, stops)
 
 
-def use_of_codes(readers: Sequence[ElementStream], progress: Progress, *, cache: bool) -> Array:
+def use_of_codes(streams: Sequence[ElementStream], progress: Progress, *, cache: bool) -> Array:
     """Return a row of `USE_OF_CODES` for each tensor, NaN for those that have no codes."""
-    shares = np.full((len(readers), len(USE_OF_CODES)), nan)
-    coded = {n: codes for n, reader in enumerate(readers) if (codes := _coded(reader)) is not None}
+    shares = np.full((len(streams), len(USE_OF_CODES)), nan)
+    coded = {n: codes for n, stream in enumerate(streams) if (codes := _coded(stream)) is not None}
     tensors = list(coded.values())
 
     def finish(position: int, sketch: Sketch) -> tuple[float, float]:
@@ -86,20 +86,20 @@ def use_of_codes(readers: Sequence[ElementStream], progress: Progress, *, cache:
         ends = uses[lowest] + (uses[-1] if len(distinct) > 1 else 0)
         return float(ends / total), float(np.count_nonzero(uses == 0) / len(distinct))
 
-    code_readers = [codes.reader for codes in tensors]
-    rows = gather(code_readers, Sketch, finish, progress, cache=cache, stretched=True)
+    code_streams = [codes.stream for codes in tensors]
+    rows = gather(code_streams, Sketch, finish, progress, cache=cache, stretched=True)
     for tensor, row in zip(coded, rows, strict=True):
         shares[tensor] = row
     return shares
 
 
-def _coded(reader: ElementStream) -> _Coded | None:
-    lazy = reader.array
+def _coded(stream: ElementStream) -> _Coded | None:
+    lazy = stream.array
     if isinstance(lazy, CodebookArray) or (
         isinstance(lazy, QuantizedArray) and lazy.quantization.bits <= 8
     ):
         is_turned = isinstance(lazy, QuantizedArray) and lazy.is_turned
-        codes = _code_reader(reader, Boxes(lazy.codes, lazy.shape))
+        codes = _code_stream(stream, Boxes(lazy.codes, lazy.shape))
         if is_turned:
             codes.read_rows(TURNED_NBYTES)
         return _Coded(codes, lazy.code_values)
@@ -115,20 +115,20 @@ def _coded(reader: ElementStream) -> _Coded | None:
         )
         bits = ELEMENT_TYPES[place.dtype].bits
         values = code_values(place.dtype)[: 1 << bits] - place.zero
-        return _Coded(_code_reader(reader, boxes), values, paired=bits == 4)
-    kind = reader.kind
+        return _Coded(_code_stream(stream, boxes), values, paired=bits == 4)
+    kind = stream.kind
     if isinstance(lazy, DenseArray) and kind.exact and kind.bits <= 8:
         if kind.dtype.kind == "b":
             return None
-        return _Coded(reader, kind.values[: 1 << kind.bits])
+        return _Coded(stream, kind.values[: 1 << kind.bits])
     return None
 
 
-def _code_reader(reader: ElementStream, boxes: Boxes) -> ArrayStream:
-    codes = ArrayStream(boxes, reader.nbytes)
-    codes.name, codes.place = reader.name, reader.place
-    if reader.identity is not None:
-        codes.identity = (reader.identity[0], "codes", *reader.identity[1:])
+def _code_stream(stream: ElementStream, boxes: Boxes) -> ArrayStream:
+    codes = ArrayStream(boxes, stream.nbytes)
+    codes.name, codes.place = stream.name, stream.place
+    if stream.identity is not None:
+        codes.identity = (stream.identity[0], "codes", *stream.identity[1:])
     return codes
 
 
@@ -160,9 +160,9 @@ def clipping(
     # `sizes` has the root mean square of each original, NaN if it is unknown.
     rows = np.full((len(pairs), len(OF_CLIPPING)), np.nan)
     classes = {
-        row: reader
+        row: stream
         for row, (pair, size) in enumerate(zip(pairs, sizes, strict=True))
-        if (reader := _class_reader(*pair, OUTLYING * size)) is not None
+        if (stream := _class_stream(*pair, OUTLYING * size)) is not None
     }
 
     def count_classes(_: int, sketch: Sketch) -> tuple[float, float]:
@@ -180,28 +180,28 @@ def clipping(
         share = (at_limit + scales.nan + scales.inf) / sketch.count
         return sketch.count, float(share[0])
 
-    class_readers = list(classes.values())
-    tables = gather(class_readers, Sketch, count_classes, progress, cache=cache, stretched=True)
+    class_streams = list(classes.values())
+    tables = gather(class_streams, Sketch, count_classes, progress, cache=cache, stretched=True)
     for row, table in zip(classes, tables, strict=True):
         rows[row, :2] = table
     scales: dict[int, ElementStream] = {}
     for row, (_, quantised) in enumerate(pairs):
         lazy = quantised.array
         if isinstance(lazy, QuantizedArray):
-            part_reader = lazy.readers["scales"]
-            shape = part_reader.part.shape or (prod(lazy.stored_grid),)
-            scales[row] = of_tensor(DenseArray(lazy.name, part_reader, shape), lazy.name)
-    scale_readers = list(scales.values())
-    tables = gather(scale_readers, Sketch, count_scales, progress, cache=cache, stretched=True)
+            part_stream = lazy.readers["scales"]
+            shape = part_stream.part.shape or (prod(lazy.stored_grid),)
+            scales[row] = of_tensor(DenseArray(lazy.name, part_stream, shape), lazy.name)
+    scale_streams = list(scales.values())
+    tables = gather(scale_streams, Sketch, count_scales, progress, cache=cache, stretched=True)
     for row, table in zip(scales, tables, strict=True):
         rows[row, 2:] = table
     return rows
 
 
-def _class_reader(
+def _class_stream(
     ours: ElementStream, theirs: ElementStream, threshold: float
 ) -> ElementStream | None:
-    """Return a reader of the class of each element; None if the codes are not supported."""
+    """Return a stream of the class of each element; None if the codes are not supported."""
     lazy, kind = theirs.array, theirs.kind
     if isinstance(lazy, BlockArray):
         values: Any = list(_BLOCK_CODES.get(lazy.block_type, ()))
@@ -216,14 +216,14 @@ def _class_reader(
     if np.isnan(threshold) or ours.complex or len(lazy.shape) < 2 or len(ends) < 2:
         return None
     read = partial(_classes, (ours.array, lazy), ends, threshold)
-    reader = ArrayStream(Boxes(read, lazy.shape), ours.nbytes + theirs.nbytes)
-    reader.name, reader.place, reader.whole_rows = theirs.name, theirs.place, True
+    stream = ArrayStream(Boxes(read, lazy.shape), ours.nbytes + theirs.nbytes)
+    stream.name, stream.place, stream.whole_rows = theirs.name, theirs.place, True
     # Arrays in memory are not sent to a cluster.
-    reader.local = not isinstance(ours.array, LazyArray)
+    stream.local = not isinstance(ours.array, LazyArray)
     if ours.identity is not None and theirs.identity is not None:
         files = ours.identity[0] + theirs.identity[0]
-        reader.identity = (files, "clipping", threshold, ours.identity[1:], theirs.identity[1:])
-    return reader
+        stream.identity = (files, "clipping", threshold, ours.identity[1:], theirs.identity[1:])
+    return stream
 
 
 def _classes(

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.streams import ElementStream
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
-    from xckpt.scan.entries import Describable, Described
+    from xckpt.scan.entries import Describable, Entry
     from xckpt.structure import Structure
     from xckpt.typing import Array, Dataset
 
@@ -134,8 +134,8 @@ def stats(
     with paused_collector():
         result = laid_out(described.names, entries, values, attrs, contents)
         if compute and described.cache:
-            readers = (reader for entry in entries for reader in entry.readers)
-            result.encoding["counts"] = cached_tensors(readers)  # for quantiles of groups
+            streams = (stream for entry in entries for stream in entry.streams)
+            result.encoding["counts"] = cached_tensors(streams)  # for quantiles of groups
         return result
 
 
@@ -159,27 +159,27 @@ class _StatsOptions(NamedTuple):
         return statistic_names(self.quantiles, channels=self.channels)
 
 
-def _stored_as(entry: Described) -> dict[str, Any]:
+def _stored_as(entry: Entry) -> dict[str, Any]:
     """Return the stored dtype and the shape of the tensors of a variable, for findings."""
     dtype = entry.variable.encoding.get("stored_dtype", entry.variable.dtype)
     return {
         "dtype": str(dtype),
-        "shape": list(entry.readers[0].array.shape) if entry.readers else [],
+        "shape": list(entry.streams[0].array.shape) if entry.streams else [],
     }
 
 
-def _add_channels(entries: Sequence[Described], structure: Structure) -> None:
+def _add_channels(entries: Sequence[Entry], structure: Structure) -> None:
     """Set the axes of the channels of each tensor."""
     for entry in entries:
-        for reader in entry.readers:
-            if reader.name in structure:
-                reader.channels = structure.channels(reader.name)
+        for stream in entry.streams:
+            if stream.name in structure:
+                stream.channels = structure.channels(stream.name)
 
 
 def known_stats(obj: Any) -> xr.Dataset | None:
     """Return the statistics of an object from the cache, without reading data; None if missing."""
-    readers = [reader for entry in entries_of(contents_of(obj)) for reader in entry.readers]
-    return stats(obj) if all(load_cached(readers, Sketch)) else None
+    streams = [stream for entry in entries_of(contents_of(obj)) for stream in entry.streams]
+    return stats(obj) if all(load_cached(streams, Sketch)) else None
 
 
 def _checked_quantiles(quantiles: Any) -> tuple[float, ...]:
@@ -198,28 +198,28 @@ def _checked_quantiles(quantiles: Any) -> tuple[float, ...]:
 
 
 def _statistics(
-    entries: Sequence[Described], options: _StatsOptions, progress: ProgressOption
+    entries: Sequence[Entry], options: _StatsOptions, progress: ProgressOption
 ) -> list[Array]:
     """Return the statistics of each variable, without the numbers of dead rows."""
     return _describe_all(entries, options, progress)[0]
 
 
 def _describe_all(
-    entries: Sequence[Described], options: _StatsOptions, progress: ProgressOption
+    entries: Sequence[Entry], options: _StatsOptions, progress: ProgressOption
 ) -> tuple[list[Array], list[list[int | None]]]:
     """Return the statistics of each variable, and the dead rows of each tensor, None if unknown."""
-    readers = [reader for entry in entries for reader in entry.readers]
+    streams = [stream for entry in entries for stream in entry.streams]
     quantiles = options.quantiles
     cache_key = ("statistics", *options.names, quantiles, options.exact)
     with Progress(progress, "statistics") as bar:
         rows = rows_of(
-            readers,
+            streams,
             cache_key,
             len(options.names) + 1,
-            lambda missing: _describe_tensors([readers[n] for n in missing], options, bar),
+            lambda missing: _describe_tensors([streams[n] for n in missing], options, bar),
             enabled=options.cache,
         )
-        of_short_rows = [position for position, entry in enumerate(entries) if not entry.readers]
+        of_short_rows = [position for position, entry in enumerate(entries) if not entry.streams]
         described = describe_rows([entries[position] for position in of_short_rows], quantiles, bar)
         tables = dict(zip(of_short_rows, described, strict=True))
     dead = [None if isnan(number) else int(number) for number in rows[:, -1].tolist()]
@@ -229,7 +229,7 @@ def _describe_all(
     stop = 0
     with paused_collector():
         for position, entry in enumerate(entries):
-            start, stop = stop, stop + len(entry.readers)
+            start, stop = stop, stop + len(entry.streams)
             entry_dead = dead[start:stop]
             if position in tables:
                 result = tables[position]
@@ -250,22 +250,22 @@ def _describe_all(
 
 
 def _describe_tensors(
-    readers: Sequence[ElementStream], options: _StatsOptions, bar: Progress
+    streams: Sequence[ElementStream], options: _StatsOptions, bar: Progress
 ) -> Array:
     """Return a row of statistics for each tensor, and last its number of dead rows or NaN."""
-    targets: list[Any] = [()] * len(readers)
-    rows = np.full((len(readers), len(options.names) + 1), np.nan)
+    targets: list[Any] = [()] * len(streams)
+    rows = np.full((len(streams), len(options.names) + 1), np.nan)
     operation = ChannelSketch if options.channels else Sketch
-    widths = [width_of(reader) for reader in readers] if options.channels else None
+    widths = [width_of(stream) for stream in streams] if options.channels else None
     waiting: dict[int, Sketch] = {}
     codes = 0
 
     def describe_waiting() -> None:
         if not waiting:
             return
-        _fill_rows(rows, waiting, readers, options)
+        _fill_rows(rows, waiting, streams, options)
         for tensor, inexact in _inexact_quantiles(waiting, rows, options).items():
-            if not readers[tensor].complex:
+            if not streams[tensor].complex:
                 targets[tensor] = targets_of(waiting[tensor], inexact)
         waiting.clear()
 
@@ -277,10 +277,10 @@ def _describe_tensors(
             describe_waiting()
             codes = 0
 
-    gather(readers, operation, finish, bar, arguments=widths, cache=options.cache, stretched=True)
+    gather(streams, operation, finish, bar, arguments=widths, cache=options.cache, stretched=True)
     describe_waiting()
     if any(targets):
-        refined = refine(readers, targets, bar)
+        refined = refine(streams, targets, bar)
         for row, exact in zip(rows, refined, strict=True):
             for column, quantile in enumerate(options.quantiles, FIRST_QUANTILE):
                 row[column] = exact.get(quantile, row[column])
@@ -306,7 +306,7 @@ def _inexact_quantiles(
 def _fill_rows(
     rows: Array,
     sketches: Mapping[int, Sketch],
-    readers: Sequence[ElementStream],
+    streams: Sequence[ElementStream],
     options: _StatsOptions,
 ) -> None:
     """Fill the rows of tensors whose sketches are complete."""
@@ -314,10 +314,10 @@ def _fill_rows(
     is_real = of_real_numbers(options.quantiles, channels=options.channels)
     for row, (tensor, sketch) in zip(described, sketches.items(), strict=True):
         rows[tensor, : len(row)] = (
-            np.where(is_real, np.nan, row) if readers[tensor].complex else row
+            np.where(is_real, np.nan, row) if streams[tensor].complex else row
         )
         if isinstance(sketch, ChannelSketch):
             std = float(row[options.names.index("std")])
-            rows[tensor, len(row) : -1] = channel_statistics(sketch, std, readers[tensor])
+            rows[tensor, len(row) : -1] = channel_statistics(sketch, std, streams[tensor])
         if sketch.rows.length:
             rows[tensor, -1] = sketch.rows.dead

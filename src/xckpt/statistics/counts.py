@@ -63,9 +63,9 @@ class Sketch(Accumulator):
         self._alive = 0, 0
 
     @classmethod
-    def begin(cls, reader: Any, argument: Any) -> Sketch:  # noqa: ARG003
+    def begin(cls, stream: Any, argument: Any) -> Sketch:  # noqa: ARG003
         """Return an empty sketch for a tensor."""
-        return cls(reader.kind, 0 if reader.sparse else reader.row)
+        return cls(stream.kind, 0 if stream.sparse else stream.row)
 
     def moments(self) -> Moments:
         """Return the moments of all finite elements of a kind that is not exact."""
@@ -248,16 +248,16 @@ class Sketch(Accumulator):
         }
 
     @classmethod
-    def unpack(cls, data: bytes, reader: Any) -> Self:
+    def unpack(cls, data: bytes, stream: Any) -> Self:
         """Return the sketch from the bytes of `pack`."""
         import msgpack
 
         fields = msgpack.unpackb(data)
         sketch = cls(kind_named(fields["kind"]))
-        sketch._restore(fields, reader)
+        sketch._restore(fields, stream)
         return sketch
 
-    def _restore(self, fields: Mapping[str, Any], reader: Any) -> None:
+    def _restore(self, fields: Mapping[str, Any], stream: Any) -> None:
         for name in ("count", *_SUMS):
             setattr(self, name, int(fields[name]))
         self.codes = np.cumsum(_unpack_integers(fields["codes"]), dtype=np.uint32)

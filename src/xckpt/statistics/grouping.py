@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class CachedTensor(NamedTuple):
-    """A tensor whose sketch may be in the cache: the attributes of its reader that name it."""
+    """A tensor whose sketch may be in the cache: the attributes of its stream that name it."""
 
     kind: Kind
     size: int
@@ -53,11 +53,11 @@ class CachedTensor(NamedTuple):
     identity: tuple[Any, ...]
 
 
-def cached_tensors(readers: Iterable[ElementStream]) -> dict[str, CachedTensor]:
+def cached_tensors(streams: Iterable[ElementStream]) -> dict[str, CachedTensor]:
     """Return the tensors of real numbers that the cache can identify, by name."""
     return {
         r.name: CachedTensor(r.kind, r.size, r.whole or isinstance(r, ChunkedStream), r.identity)
-        for r in readers
+        for r in streams
         if r.identity is not None and not r.complex
     }
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.kinds import Kind
     from xckpt.arrays.streams import ElementStream
     from xckpt.labels import TensorFilter
-    from xckpt.scan.entries import Describable, Described
+    from xckpt.scan.entries import Describable, Entry
     from xckpt.statistics.describe import Spectrum
     from xckpt.typing import Array, Dataset
 
@@ -50,14 +50,14 @@ class Distribution:
     mean: float
     smallest: float  # nonzero magnitude
     bulk: tuple[float, float]  # quantiles that enclose 99 % of the elements
-    _reader: ElementStream
+    _stream: ElementStream
     # Packed, because sketches of thousands of tensors take too much memory.
     _sketch: bytes
 
     @property
     def kind(self) -> Kind:
         """The kind of the elements."""
-        return self._reader.kind
+        return self._stream.kind
 
     @property
     def span(self) -> tuple[float, float, float]:
@@ -66,12 +66,12 @@ class Distribution:
 
     def counts(self, edges: Array) -> Array:
         """Return the number of elements between every two edges."""
-        return _count(spectrum(Sketch.unpack(self._sketch, self._reader)), edges)
+        return _count(spectrum(Sketch.unpack(self._sketch, self._stream)), edges)
 
 
-def distributions(entries: Sequence[Described]) -> list[Distribution]:
+def distributions(entries: Sequence[Entry]) -> list[Distribution]:
     """Return the distribution of each tensor of each entry, in order; scan what is not cached."""
-    readers = [reader for entry in entries for reader in entry.readers]
+    streams = [stream for entry in entries for stream in entry.streams]
 
     def finish(number: int, sketch: Sketch) -> Distribution:
         elements = spectrum(sketch)
@@ -86,7 +86,7 @@ def distributions(entries: Sequence[Described]) -> list[Distribution]:
             first, last = values[ends.clip(0, len(values) - 1)].tolist()
             bulk = first, last
         return Distribution(
-            name=readers[number].name,
+            name=streams[number].name,
             count=count,
             other=sketch.count - count,
             low=low,
@@ -94,13 +94,13 @@ def distributions(entries: Sequence[Described]) -> list[Distribution]:
             mean=mean,
             smallest=smallest,
             bulk=bulk,
-            _reader=readers[number],
+            _stream=streams[number],
             _sketch=sketch.pack(),
         )
 
     with Progress(None, "histogram") as bar:
         results: list[Distribution] = gather(
-            readers, Sketch, finish, bar, cache=True, stretched=True
+            streams, Sketch, finish, bar, cache=True, stretched=True
         )
     return results
 
@@ -165,7 +165,7 @@ def histogram(
     contents, cache = contents_of(obj, options["storage_options"]), options["cache"]
     with paused_collector():
         entries = entries_of(contents, chosen=filter_of(tensors, options, contents))
-    readers = [reader for entry in entries for reader in entry.readers]
+    streams = [stream for entry in entries for stream in entry.streams]
     # Packed, because sketches of thousands of tensors take too much memory.
     packed: dict[int, bytes] = {}
     with Progress(options["progress"], "histogram") as bar:
@@ -176,25 +176,25 @@ def histogram(
                 elements = spectrum(sketch)
                 return _span(elements, elements.values(elements.counts > 0))
 
-            selected = [readers[tensor] for tensor in missing]
+            selected = [streams[tensor] for tensor in missing]
             return gather(selected, Sketch, finish, bar, cache=cache, stretched=True)
 
         def count(missing: list[int]) -> Iterator[Any]:
             scan([tensor for tensor in missing if tensor not in packed])
             for tensor in missing:
-                sketch = Sketch.unpack(packed.pop(tensor), readers[tensor])
+                sketch = Sketch.unpack(packed.pop(tensor), streams[tensor])
                 yield _count(spectrum(sketch), edges).view(np.float64)
 
-        spans = rows_of(readers, ("span",), 3, scan, enabled=cache)
+        spans = rows_of(streams, ("span",), 3, scan, enabled=cache)
         edges = bin_edges(count_or_edges, scale, spans[~np.isnan(spans[:, 0])].tolist())
         # Rows are floats, which cannot represent every large count: store the bits of the integers.
         cache_key = ("tallies", *edges.tolist())
         width = len(edges) - 1
-        rows = rows_of(readers, cache_key, width, count, enabled=cache)
+        rows = rows_of(streams, cache_key, width, count, enabled=cache)
     variables: dict[Hashable, Any] = {}
     stop = 0
     for entry in entries:
-        start, stop = stop, stop + len(entry.readers)
+        start, stop = stop, stop + len(entry.streams)
         counts = laid(rows[start:stop].view(np.int64), entry.shape, entry.gone)
         variables[entry.name] = xr.Variable(("bin", *entry.dims), counts, None, entry.encoding)
     stacked = {dim for entry in entries for dim in entry.dims}

@@ -66,9 +66,9 @@ class _Buckets(Accumulator):
         self.few: list[tuple[Array, Array]] = []
 
     @classmethod
-    def begin(cls, reader: ElementStream, argument: list[_QuantileTarget]) -> _Buckets:
+    def begin(cls, stream: ElementStream, argument: list[_QuantileTarget]) -> _Buckets:
         """Return empty counts for a tensor."""
-        return cls(reader.kind, argument)
+        return cls(stream.kind, argument)
 
     def update(self, start: int, *columns: Array) -> None:
         """Add elements."""
@@ -110,12 +110,12 @@ class _Buckets(Accumulator):
 
 
 def refine(
-    readers: Sequence[ElementStream],
+    streams: Sequence[ElementStream],
     targets_by_tensor: Sequence[list[_QuantileTarget]],
     progress: Progress,
 ) -> list[dict[float, float]]:
     """Return the exact quantiles of each tensor, by quantile; the targets are from `targets_of`."""
-    results: list[dict[float, float]] = [{} for _ in readers]
+    results: list[dict[float, float]] = [{} for _ in streams]
     remaining = {n: list(targets) for n, targets in enumerate(targets_by_tensor)}
 
     def narrow(tensor: int, buckets: _Buckets) -> None:
@@ -124,7 +124,7 @@ def refine(
 
     while True:
         for tensor, targets in remaining.items():
-            kind = readers[tensor].kind
+            kind = streams[tensor].kind
             results[tensor] |= {
                 target.quantile: _element(kind, target.low)
                 for target in targets
@@ -136,7 +136,7 @@ def refine(
             return results
         numbers = list(remaining)
         gather(
-            [readers[n] for n in numbers],
+            [streams[n] for n in numbers],
             _Buckets,
             lambda position, buckets, numbers=numbers: narrow(numbers[position], buckets),  # type: ignore[misc]
             progress,

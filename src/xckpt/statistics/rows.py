@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.kinds import Kind
     from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
-    from xckpt.scan.entries import Described
+    from xckpt.scan.entries import Entry
     from xckpt.typing import Array
 
 # Integers up to here, and their sums, are exact as float64.
@@ -94,7 +94,7 @@ class _Rows(Accumulator):
 
 
 def describe_rows(
-    entries: Sequence[Described], quantiles: Sequence[float], progress: Progress
+    entries: Sequence[Entry], quantiles: Sequence[float], progress: Progress
 ) -> list[Array]:
     """Describe variables at each position along some dimensions; the statistics come first."""
     streams = list(map(_stream_of_rows, entries))
@@ -118,7 +118,7 @@ def describe_rows(
     return gather(streams, _Rows, finish, progress, arguments=options)
 
 
-def _stream_of_rows(entry: Described) -> ElementStream:
+def _stream_of_rows(entry: Entry) -> ElementStream:
     """Return the elements of a variable, row after row."""
     variable, lazy = entry.variable, entry.stored
     rows = variable.transpose(*entry.dims, ...)

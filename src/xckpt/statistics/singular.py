@@ -194,8 +194,8 @@ def _largest_eigenvalues(gram: Array, count: int, floor: float) -> tuple[Array, 
             squares, turn = np.linalg.eigh(basis.conj().T @ image)
             squares, vectors = squares[::-1], basis @ turn[:, ::-1]
             residuals = np.linalg.norm(image @ turn[:, ::-1] - vectors * squares, axis=0)
-            least = np.maximum(squares, max(floor, _HIDDEN * squares[0]))
-            if (residuals[:count] <= _ACCURACY * least[:count]).all():
+            is_exact = residuals <= _ACCURACY * np.maximum(squares, _HIDDEN * squares[0])
+            if (is_exact | (squares + residuals < floor))[:count].all():
                 return squares, vectors
             basis = np.linalg.qr(image)[0]
     squares, vectors = np.linalg.eigh(gram)

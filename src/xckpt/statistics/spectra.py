@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
-    from xckpt.scan.entries import Describable, Described
+    from xckpt.scan.entries import Describable, Entry
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array, Dataset
 
@@ -179,7 +179,7 @@ def spectrum(
     entries = entries_of(contents, names=names_of_matrices)
     chosen = filter_of(tensors, options, contents)
     matrices = select_matrices(entries, chosen, subtracted[0] if subtracted else None)
-    entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
+    entries = [e for e in entries if any(stream.name in matrices for stream in e.streams)]
     is_quick = not values and set(names) <= _LANCZOS_STATISTICS and find_spec("scipy") is not None
     progress, cache = options["progress"], options["cache"]
     decomposed = _decompose_all(list(matrices.values()), progress, is_quick=is_quick, cache=cache)
@@ -190,7 +190,7 @@ def spectrum(
     rows = []
     for entry in entries:
         entry_rows = [
-            decomposed[r.name].described if r.name in decomposed else missing for r in entry.readers
+            decomposed[r.name].described if r.name in decomposed else missing for r in entry.streams
         ]
         rows.append(laid(np.array(entry_rows)[:, columns], entry.shape, entry.gone))
     result = laid_out(names, entries, rows, [{}] * len(entries), contents)
@@ -206,11 +206,11 @@ def _has_matrices(variable: xr.Variable) -> bool:
 
 
 def select_matrices(
-    entries: Sequence[Described], tensors: TensorFilter | None, subtracted: OpenTensors | None
+    entries: Sequence[Entry], tensors: TensorFilter | None, subtracted: OpenTensors | None
 ) -> dict[str, Matrix]:
     """Return the matrices by the names of their tensors; warn once if some are left out."""
     sides, others = _operands(entries), _operands(entries_of(subtracted) if subtracted else [])
-    factors = {entry.readers[0].name: factors_in(entry.variable) for entry in entries}
+    factors = {entry.streams[0].name: factors_in(entry.variable) for entry in entries}
     names = select(sides, tensors)
     if tensors is not None and not names:
         raise KeyError(f"tensors={tensors!r} matches no matrix{suggest_filters(sides, tensors)}")
@@ -219,25 +219,25 @@ def select_matrices(
     left_out: Counter[str] = Counter()
     matrices = {}
     for name in names:
-        reader = sides[name].reader
-        if not is_named and not factors.get(name) and prod(reader.array.shape) > LARGEST:
+        stream = sides[name].stream
+        if not is_named and not factors.get(name) and prod(stream.array.shape) > LARGEST:
             left_out[f"have more than {LARGEST:,} elements (name them to have them done)"] += 1
         elif subtracted is None:
-            array = factors.get(name) or reader.array
-            matrices[name] = Matrix(name, array, reader.kind, reader.identity)
+            array = factors.get(name) or stream.array
+            matrices[name] = Matrix(name, array, stream.kind, stream.identity)
         elif name not in others:
             left_out["are not in the other checkpoint"] += 1
-        elif others[name].reader.array.shape != reader.array.shape:
+        elif others[name].stream.array.shape != stream.array.shape:
             left_out["have another shape in the other checkpoint"] += 1
         else:
-            other_reader = others[name].reader
+            other_stream = others[name].stream
             kinds = sides[name].stored, others[name].stored
             identity = None
-            if reader.identity is not None and other_reader.identity is not None:
-                stored = reader.identity[0] + other_reader.identity[0]
-                identity = stored, reader.identity[1:], other_reader.identity[1:]
-            difference = _Difference((reader.array, other_reader.array), kinds)
-            matrices[name] = Matrix(name, difference, reader.kind, identity)
+            if stream.identity is not None and other_stream.identity is not None:
+                stored = stream.identity[0] + other_stream.identity[0]
+                identity = stored, stream.identity[1:], other_stream.identity[1:]
+            difference = _Difference((stream.array, other_stream.array), kinds)
+            matrices[name] = Matrix(name, difference, stream.kind, identity)
     if left_out:
         reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.items())
         warn(f"matrices without a spectrum: {reasons}")
@@ -247,24 +247,24 @@ def select_matrices(
 class _Operand(NamedTuple):
     """A tensor, and the element type that it was rounded to; None if the type is unknown."""
 
-    reader: ElementStream
+    stream: ElementStream
     stored: Kind | None
 
 
-def _operands(entries: Iterable[Described]) -> dict[str, _Operand]:
-    return {r.name: _Operand(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers}
+def _operands(entries: Iterable[Entry]) -> dict[str, _Operand]:
+    return {r.name: _Operand(r, _stored_kind(entry, r)) for entry in entries for r in entry.streams}
 
 
-def _stored_kind(entry: Described, reader: ElementStream) -> Kind | None:
+def _stored_kind(entry: Entry, stream: ElementStream) -> Kind | None:
     """Return the element type that a tensor was rounded to, or None if it is unknown."""
-    array, encoding = reader.array, entry.variable.encoding
+    array, encoding = stream.array, entry.variable.encoding
     while isinstance(array, SlicedArray):
         array = array.base
     is_quantised = isinstance(array, QuantizedArray | CodebookArray | BlockArray)
     if is_quantised or encoding.get("layout") in {"quantized", "blocks"}:
         return None
     # Chunks of a Dataset may be read as a wider type.
-    return kind_of(encoding.get("stored_dtype", "")) or reader.kind
+    return kind_of(encoding.get("stored_dtype", "")) or stream.kind
 
 
 class _Difference:
@@ -504,20 +504,20 @@ def _estimate(matrices: Sequence[Matrix]) -> str:
 
 
 def _values_dataset(
-    entries: Sequence[Described], decomposed: Mapping[str, _Decomposed], contents: OpenTensors
+    entries: Sequence[Entry], decomposed: Mapping[str, _Decomposed], contents: OpenTensors
 ) -> xr.Dataset:
     variables: dict[Hashable, xr.Variable] = {}
     dims: dict[int, str] = {}
     for entry in entries:
         tensor_values = [
-            decomposed[r.name].values if r.name in decomposed else None for r in entry.readers
+            decomposed[r.name].values if r.name in decomposed else None for r in entry.streams
         ]
         size = max(len(values) for values in tensor_values if values is not None)
         missing = np.full(size, np.nan)
         data = np.array([missing if values is None else values for values in tensor_values])
         dim = dims.setdefault(size, f"value_{len(dims)}" if dims else "value")
         ordered = np.moveaxis(laid(data, entry.shape, entry.gone), 0, -1)
-        noise = [decomposed[r.name].noise if r.name in decomposed else None for r in entry.readers]
+        noise = [decomposed[r.name].noise if r.name in decomposed else None for r in entry.streams]
         attrs: dict[str, Any] | None = None
         if any(floor is not None for floor in noise):
             attrs = {"noise_floor": [np.nan if floor is None else floor for floor in noise]}

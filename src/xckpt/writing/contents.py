@@ -34,7 +34,7 @@ from xckpt.arrays.converted import (
     StoredBytes,
     as_bytes,
     bytes_of,
-    convert,
+    cast_block,
     is_sparse,
     rows_of_chunks,
     thread_buffer,
@@ -222,7 +222,7 @@ def _nonzero(content: TensorContent, dtype: str) -> Iterator[_HashedBlock]:
         is_nonzero = bits.any(axis=-1)
         rows = np.stack([axis[is_nonzero] for axis in coords], axis=-1).astype("<i8", copy=False)
         yield _HashedBlock(as_bytes(rows), is_coords=True)
-        values = convert(stored[is_nonzero], dtype, "exact", tensor=content.name)
+        values = cast_block(stored[is_nonzero], dtype, "exact", tensor=content.name)
         yield _HashedBlock(as_bytes(values))
 
 

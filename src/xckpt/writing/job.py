@@ -26,7 +26,7 @@ from xckpt.arrays.converted import (
     Converted,
     StoredBytes,
     as_bytes,
-    convert,
+    cast_block,
     count_lost,
     count_nan,
     packed_codes,
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from xckpt.writing.payloads import Gathered, Payload
     from xckpt.writing.targets import Target
 
-__all__ = ["WriteJob", "write_job"]
+__all__ = ["WriteJob", "plan_job"]
 
 # Runs shorter than this, in bytes, are written through a memory map instead of by system calls.
 _SHORTEST_RUN = 1 << 12
@@ -368,7 +368,7 @@ def _complete(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], W
     return nbytes
 
 
-def write_job(
+def plan_job(
     gathered: Gathered,
     fitting: Fitting,
     target: Target,
@@ -520,7 +520,7 @@ def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequenc
                     return place[::-1] if is_turned else place
 
                 options: Any = {"tensor": target.tensor, "position": position}
-                converted = convert(piece, target.dtype, target.cast, **options)
+                converted = cast_block(piece, target.dtype, target.cast, **options)
                 lost += count_lost(piece, converted) if target.cast == "allow" else 0
                 nans += count_nan(piece) if target.is_computed else 0
                 _write_run(place.path, fileno, target, converted, start)

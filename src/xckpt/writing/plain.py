@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.converted import convert, densified, element_type, is_sparse
+from xckpt.arrays.converted import cast_block, densified, element_type, is_sparse
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
 from xckpt.upstream.xarray_variables import data_of, is_in_memory
@@ -244,7 +244,7 @@ def _with_plain_values(old: xr.Variable, dims: tuple[str, ...], pair: str) -> xr
         dims, array = (*dims, pair), _map_blocks(array, _pairs, _COMPLEX[kind], (2,))
     elif not is_supported:
         wide = choose_type(str(kind), _ELEMENT_TYPES, "exact", tensor=str(dims))
-        array = _map_blocks(array, partial(convert, name=wide, cast="exact"), wide)
+        array = _map_blocks(array, partial(cast_block, name=wide, cast="exact"), wide)
     return xr.Variable(dims, array)
 
 

@@ -32,7 +32,7 @@ from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.structure import structure_of
 from xckpt.writing.fitting import Fitting, Requests
-from xckpt.writing.job import write_job
+from xckpt.writing.job import plan_job
 from xckpt.writing.payloads import Gathered, lazy_dask_array, source_files, stored_payload
 from xckpt.writing.targets import Target, into_folder, writer_of
 
@@ -150,7 +150,7 @@ def save(
     note_losses(obj, fitting.changes)
     format = fitting.writer.name
     gathered = gather(obj, fitting, format)
-    job = write_job(
+    job = plan_job(
         gathered,
         fitting,
         Target.of(path, overwrite=overwrite, storage_options=storage_options),
@@ -292,7 +292,7 @@ def convert(
                 index.source,
             )
             old = index if index.format == fitting.writer.name else None
-            job = write_job(
+            job = plan_job(
                 gathered,
                 fitting,
                 target,
@@ -426,7 +426,7 @@ def append(
         if isinstance(source, ShardedSource):
             reason, hint = "several files are one checkpoint here", "Append to one of them"
             raise UnsupportedError(reason, rule="Append", hint=hint)
-        job = write_job(
+        job = plan_job(
             gather(obj, fitting),
             fitting,
             Target.of(path, overwrite=True, storage_options=storage_options),

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.comparison.arrangements import Cropped, Reshaped, arranged, undone
 from xckpt.comparison.division import divisions
-from xckpt.comparison.explaining.names import spelled
 from xckpt.comparison.explaining.outcome import ALONE, Share, both, of_joint, related, unlike
-from xckpt.comparison.explaining.verification import Link, Side, examine_in_turn
 from xckpt.comparison.layouts import Conversion, Layouts, Piece
+from xckpt.comparison.names import spelled
 from xckpt.comparison.recurrent import recurrent_joints
+from xckpt.comparison.relations.verification import Link, Side, examine_in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.arrangements import Shape, Step
     from xckpt.comparison.explaining.passes import Explanations, Work
-    from xckpt.comparison.explaining.verification import Attempt
+    from xckpt.comparison.relations.verification import Attempt
 
 # The most layouts to verify for a tensor.
 _MOST_TRIED = 12
@@ -35,7 +35,7 @@ class _Tensor(NamedTuple):
 
     name: str
     number: int
-    reader: ElementStream
+    stream: ElementStream
 
 
 def converted(work: Work) -> Explanations:
@@ -93,11 +93,11 @@ def _fused(layouts: Layouts, side: int, shapes: Mapping[str, Shape], name: str) 
 
 
 def _shapes(tensors: Mapping[str, _Tensor]) -> dict[str, Shape]:
-    return {name: tuple(tensor.reader.array.shape) for name, tensor in tensors.items()}
+    return {name: tuple(tensor.stream.array.shape) for name, tensor in tensors.items()}
 
 
 def _arrays(tensors: Mapping[str, _Tensor]) -> dict[str, Any]:
-    return {name: tensor.reader.array for name, tensor in tensors.items()}
+    return {name: tensor.stream.array for name, tensor in tensors.items()}
 
 
 def _tensors(
@@ -107,9 +107,9 @@ def _tensors(
     tensors = {}
     for n in numbers:
         match = work.cases[n].match
-        reader = match.theirs if side else match.ours
-        if work.cases[n].status in statuses and reader is not None and reader.problem is None:
-            tensors[reader.name] = _Tensor(reader.name, n, reader)
+        stream = match.theirs if side else match.ours
+        if work.cases[n].status in statuses and stream is not None and stream.problem is None:
+            tensors[stream.name] = _Tensor(stream.name, n, stream)
     return tensors
 
 
@@ -166,7 +166,7 @@ def _link(
     side: int,
 ) -> Link:
     """Return a link between the elements of a piece in both tensors, readable in either order."""
-    combined, part = wholes[piece.whole].reader, parts[piece.part].reader
+    combined, part = wholes[piece.whole].stream, parts[piece.part].stream
     view = arranged(combined.array, piece.steps)
     run = _run_of(tuple(combined.array.shape), piece.steps)
     of_part = arranged(part.array, piece.of_part)

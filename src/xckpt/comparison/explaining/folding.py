@@ -21,7 +21,7 @@ import numpy as np
 from xckpt.arrays.lazy import dense_values
 from xckpt.comparison.arrangements import read_box
 from xckpt.comparison.explaining.outcome import ALONE, SIDES, Explanation, quoted
-from xckpt.comparison.explaining.rounding import FRACTION_BITS
+from xckpt.comparison.relations.rounding import FRACTION_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,15 +52,15 @@ _BLOCK_NBYTES = 8 << 20
 
 class _Tensor(NamedTuple):
     number: int
-    reader: ElementStream
+    stream: ElementStream
 
     @property
     def name(self) -> str:
-        return self.reader.name
+        return self.stream.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.reader.array.shape)
+        return tuple(self.stream.array.shape)
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ def _open(work: Work, side: int) -> list[_Tensor]:
     tensors = []
     for n in work.open:
         match = work.cases[n].match
-        reader = match.theirs if side else match.ours
+        stream = match.theirs if side else match.ours
         statuses = {"changed", "shape", ALONE[side]}
-        if work.cases[n].status not in statuses or reader is None or reader.problem is not None:
+        if work.cases[n].status not in statuses or stream is None or stream.problem is not None:
             continue
-        if reader.array.dtype.name in FRACTION_BITS and reader.size:
-            tensors.append(_Tensor(n, reader))
+        if stream.array.dtype.name in FRACTION_BITS and stream.size:
+            tensors.append(_Tensor(n, stream))
     return tensors
 
 
@@ -121,7 +121,7 @@ def _norms(tensors: Mapping[str, _Tensor], alone: Mapping[str, _Tensor]) -> Iter
     for name, tensor in alone.items():
         for variance, *leaves in _LEAVES:
             stem = name.removesuffix(variance)
-            if stem == name or len(tensor.shape) != 1 or tensor.reader.size > _LARGEST_NORM:
+            if stem == name or len(tensor.shape) != 1 or tensor.stream.size > _LARGEST_NORM:
                 continue
             members = [tensors.get(stem + leaf) for leaf in leaves]
             shapes = {member.shape for member in members if member is not None}
@@ -226,7 +226,7 @@ def _rows(tensor: _Tensor) -> Iterator[tuple[slice, Array]]:
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         box = (part, *[slice(0, n) for n in tensor.shape[1:]])
-        values: Array = dense_values(read_box(tensor.reader.array, box)).astype(np.float64)
+        values: Array = dense_values(read_box(tensor.stream.array, box)).astype(np.float64)
         yield part, values.reshape(len(values), -1)
 
 
@@ -240,7 +240,7 @@ def _blocks(
 
 def _are_near(expected: Array, size: Array, values: Array, tensor: _Tensor) -> bool:
     """Return whether numbers are those expected, to within the errors of their arithmetic."""
-    bits = FRACTION_BITS[tensor.reader.array.dtype.name]
+    bits = FRACTION_BITS[tensor.stream.array.dtype.name]
     bound = _TOLERANCE * size + 2.0 ** -(min(bits, 23) + 1) * np.abs(expected)
     bound += _SMALLEST_HALF if bits == FRACTION_BITS["float16"] else 0.0
     return bool(np.all(np.abs(values - expected) <= bound))
@@ -274,7 +274,7 @@ def _explained(work: Work, folds: Sequence[_Fold], side: int) -> Explanations:
             explanations[n] = Explanation(("folded",), text, other_names=(norms[stem],))
     for n, of_names in texts.items():
         match = work.cases[n].match
-        pair = {reader.name for reader in (match.ours, match.theirs) if reader is not None}
+        pair = {stream.name for stream in (match.ours, match.theirs) if stream is not None}
         if pair <= of_names.keys():
             text = "; ".join(dict.fromkeys(of_names.values()))
             explanations[n] = Explanation(("folded",), text, other_names=tuple(partners[n]))

@@ -21,23 +21,23 @@ from xckpt.comparison.arrangements import (
     undone,
 )
 from xckpt.comparison.explaining.joints import Joint, JointPart, joints_between
-from xckpt.comparison.explaining.names import (
+from xckpt.comparison.explaining.outcome import ALONE, Share, of_joint, related, unlike
+from xckpt.comparison.names import (
     Order,
     analogous,
     begun_alike,
     out_of_order,
     spelled,
 )
-from xckpt.comparison.explaining.outcome import ALONE, Share, of_joint, related, unlike
-from xckpt.comparison.explaining.sketches import groups_of
-from xckpt.comparison.explaining.verification import Link, Side, examine
+from xckpt.comparison.relations.verification import Link, Side, examine
+from xckpt.comparison.sketches import groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.passes import Explanations, Work
-    from xckpt.comparison.explaining.sketches import Sketched
+    from xckpt.comparison.sketches import Sketched
 
 # Pairs of wholes and parts up to which the parts of every whole are searched, and wholes beyond it.
 _MOST_PAIRS, _MOST_SEARCHED = 50_000, 16
@@ -114,21 +114,21 @@ def _link(work: Work, joint: Joint, member: JointPart, side: int) -> Link:
     combined, part = joint.whole, member.part
     start, shape = [0] * len(combined.shape), _place(joint, member)
     start[joint.axis] = member.start
-    place = part_of(arranged(combined.reader.array, joint.steps), tuple(start), shape)
+    place = part_of(arranged(combined.stream.array, joint.steps), tuple(start), shape)
     run = member.start * prod(combined.shape[1:]) if joint.axis == 0 and not joint.steps else None
-    in_whole, in_part = Side(place, combined.reader, run), Side.whole(part.reader)
+    in_whole, in_part = Side(place, combined.stream, run), Side.whole(part.stream)
     steps = (*member.steps, Layer()) if joint.is_stack else member.steps
-    view, back = arranged(part.reader.array, steps), undone(place, steps)
+    view, back = arranged(part.stream.array, steps), undone(place, steps)
     is_padded = _is_padded(joint, member)
     if not is_padded:
-        at_part = Side(back, combined.reader, None if member.steps else run)
-        orders = [(Side.of(view, part.reader), in_whole), (in_part, at_part)]
+        at_part = Side(back, combined.stream, None if member.steps else run)
+        orders = [(Side.of(view, part.stream), in_whole), (in_part, at_part)]
     elif side:
         padded = arranged(view, [Padded(tuple(view.shape), shape)])
-        orders = [(Side(padded, part.reader), in_whole)]
+        orders = [(Side(padded, part.stream), in_whole)]
     elif back is not None and all(n <= m for n, m in zip(back.shape, part.shape, strict=True)):
         padded = arranged(back, [Padded(tuple(back.shape), part.shape)])
-        orders = [(in_part, Side(padded, combined.reader))]
+        orders = [(in_part, Side(padded, combined.stream))]
     else:
         orders = []  # numbers are missing
     names = (part.name, combined.name)
@@ -152,7 +152,7 @@ def _kind(member: JointPart) -> str:
 
 def _is_padded(joint: Joint, member: JointPart) -> bool:
     """Return whether a part and its place differ in size."""
-    view = arranged(member.part.reader.array, member.steps)
+    view = arranged(member.part.stream.array, member.steps)
     return not joint.is_stack and tuple(view.shape) != _place(joint, member)
 
 
@@ -211,8 +211,8 @@ def _in_stacks(
     for n, explanation in work.explanations.items():
         match = work.cases[n].match
         if explanation.verified and explanation.joint[:1] == ("stacked",):
-            reader = match.theirs if side else match.ours
-            orders += [Order(reader.name, explanation.other_names)] if reader is not None else []
+            stream = match.theirs if side else match.ours
+            orders += [Order(stream.name, explanation.other_names)] if stream is not None else []
     stacks = []
     for combined in wholes:
         for order in orders:
@@ -239,7 +239,7 @@ def _analogy(joint: Joint, combined: Sketched, parts: Sequence[Sketched]) -> Joi
     start, members = 0, []
     for part, sibling in zip(parts, joint.members, strict=True):
         steps = sibling.steps if part.shape == sibling.part.shape else ()
-        shape = tuple(arranged(part.reader.array, steps).shape)
+        shape = tuple(arranged(part.stream.array, steps).shape)
         if len(shape) != len(combined.shape) - joint.is_stack:
             return None
         length = 1 if joint.is_stack else shape[axis]

@@ -15,14 +15,14 @@ from xckpt.comparison.arrangements import (
     RopePermuted,
     Transposed,
 )
-from xckpt.comparison.explaining.names import Order, likeness
-from xckpt.comparison.explaining.sketches import SURE, inverse_orders, rope_orders, standardised
+from xckpt.comparison.names import Order, likeness
+from xckpt.comparison.sketches import SURE, inverse_orders, rope_orders, standardised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from xckpt.comparison.arrangements import Step
-    from xckpt.comparison.explaining.sketches import Sketched
+    from xckpt.comparison.sketches import Sketched
     from xckpt.typing import Array
 
 Shape = tuple[int, ...]

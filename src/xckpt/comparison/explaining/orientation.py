@@ -45,8 +45,8 @@ def turned_alone(
 
 
 def _shapes(case: Case) -> list[tuple[int, ...]]:
-    readers = (case.match.ours, case.match.theirs)
-    return [tuple(reader.array.shape) for reader in readers if reader is not None]
+    streams = (case.match.ours, case.match.theirs)
+    return [tuple(stream.array.shape) for stream in streams if stream is not None]
 
 
 def _names(case: Case, explanation: Explanation) -> tuple[str, str]:

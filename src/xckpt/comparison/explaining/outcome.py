@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.comparison.arrangements import RopePermuted
 from xckpt.comparison.classify import doubt
-from xckpt.comparison.explaining.causes import percent
-from xckpt.comparison.explaining.quantised_causes import Quantised
+from xckpt.comparison.relations.causes import percent
+from xckpt.comparison.relations.quantised_causes import Quantised
 from xckpt.errors import CheckpointError, shown, some
 from xckpt.formatting import counted
 from xckpt.statistics.tables import EXPLANATION_COLUMNS, EXPLANATION_TEXTS
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.classify import Places
-    from xckpt.comparison.explaining.causes import Relation
-    from xckpt.comparison.explaining.verification import Link
     from xckpt.comparison.pairs import Match
+    from xckpt.comparison.relations.causes import Relation
+    from xckpt.comparison.relations.verification import Link
 
 Outcome = Literal["explained", "changed", "unmatched", "unreadable"]
 

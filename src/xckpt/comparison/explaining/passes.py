@@ -24,7 +24,6 @@ from xckpt.comparison.explaining.conversions import converted, partly_converted
 from xckpt.comparison.explaining.folding import folded
 from xckpt.comparison.explaining.joining import joined
 from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
-from xckpt.comparison.explaining.names import Rules, conventions, spelled
 from xckpt.comparison.explaining.orientation import turned_alone
 from xckpt.comparison.explaining.outcome import (
     ALONE,
@@ -36,10 +35,14 @@ from xckpt.comparison.explaining.outcome import (
     unlike,
     unreadable,
 )
-from xckpt.comparison.explaining.quantisers import TILES
 from xckpt.comparison.explaining.siblings import unlike_siblings
-from xckpt.comparison.explaining.sketches import ALIKE, Sketched, StepChain, arrangements, sketched
-from xckpt.comparison.explaining.verification import (
+from xckpt.comparison.layouts import tiled
+from xckpt.comparison.match import by_content, by_names
+from xckpt.comparison.measure import Comparison
+from xckpt.comparison.names import Rules, conventions, spelled
+from xckpt.comparison.pairs import pair_of
+from xckpt.comparison.relations.quantisers import TILES
+from xckpt.comparison.relations.verification import (
     Link,
     Side,
     begins_quantised,
@@ -47,10 +50,7 @@ from xckpt.comparison.explaining.verification import (
     examine_in_turn,
     sides_after,
 )
-from xckpt.comparison.layouts import tiled
-from xckpt.comparison.match import by_content, by_names
-from xckpt.comparison.measure import Comparison
-from xckpt.comparison.pairs import pair_of
+from xckpt.comparison.sketches import ALIKE, Sketched, StepChain, arrangements, sketched
 from xckpt.progress import Progress
 from xckpt.scan.scanning import gather
 
@@ -131,13 +131,13 @@ class Work:
         sketches = self.sketches[side]
         matches = {n: self.cases[n].match for n in numbers}
         sides = {n: match.theirs if side else match.ours for n, match in matches.items()}
-        readers = {n: reader for n, reader in sides.items() if reader is not None}
-        missing = {n: reader for n, reader in readers.items() if n not in sketches}
+        streams = {n: stream for n, stream in sides.items() if stream is not None}
+        missing = {n: stream for n, stream in streams.items() if n not in sketches}
         new = sketched(missing, self.bar)
         for sketch in new.values():
             sketch.is_rotary = self.places.is_rotary(side, sketch.name)
         sketches |= new
-        return {n: sketches[n] for n in readers if n in sketches}
+        return {n: sketches[n] for n in streams if n in sketches}
 
     def sketch_pairs(self, numbers: Sequence[int]) -> dict[int, tuple[Sketched, Sketched]]:
         """Return the sketches of both tensors of cases, without those that cannot be sketched."""
@@ -146,7 +146,7 @@ class Work:
 
     def link(self, a: Sketched, b: Sketched, steps: Sequence[Step]) -> Link:
         """Return a link between two whole tensors, readable in the order of either."""
-        ours, theirs = a.reader, b.reader
+        ours, theirs = a.stream, b.stream
         orders = [sides_after(ours, theirs, steps)]
         undone_view = undone(theirs.array, steps) if steps else None
         if undone_view is not None:
@@ -349,7 +349,7 @@ def _of_content(work: Work, candidates: Sequence[Candidate]) -> Explanations:
 def _equal(work: Work, candidates: Sequence[Candidate]) -> Explanations:
     """Explain the candidates whose elements are all equal, by their positions in the list."""
     pairs = {
-        n: pair_of(a.reader, b.reader, a.name)
+        n: pair_of(a.stream, b.stream, a.name)
         for n, (a, b, is_exact, _, steps) in enumerate(candidates)
         if is_exact and not steps
     }
@@ -443,12 +443,12 @@ def _changed(
         explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
     same = [entry for entry in failed if entry[0].shape == entry[1].shape]
     near = {
-        n: (a.reader, b.reader)
+        n: (a.stream, b.stream)
         for n, (a, b, link, steps) in enumerate(same)
         if link.likely is None and not steps and link.correlation >= NEAR
     }
     low = low_ranks(near, work.bar)
-    pairs = [pair_of(a.reader, b.reader, a.name) for a, b, *_ in same]
+    pairs = [pair_of(a.stream, b.stream, a.name) for a, b, *_ in same]
     for n, (entry, measures) in enumerate(zip(same, work.compare(pairs), strict=True)):
         a, b, link, steps = entry
         explanation = low.get(n, changed(measures))
@@ -527,9 +527,9 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
             if isinstance(step, Truncated):
                 links.append((n, work.link(a, b, best.steps), best.steps))
             elif isinstance(step, Padded):
-                view = arranged(a.reader.array, best.steps[:position])
-                place = part_of(b.reader.array, (0,) * len(b.shape), tuple(view.shape))
-                order = (Side.of(view, a.reader), Side(place, b.reader))
+                view = arranged(a.stream.array, best.steps[:position])
+                place = part_of(b.stream.array, (0,) * len(b.shape), tuple(view.shape))
+                order = (Side.of(view, a.stream), Side(place, b.stream))
                 added = replace(step, is_zero=False)
                 links.append((n, Link((a.name, b.name), [order]), (*best.steps[:position], added)))
     examine([link for _, link, _ in links], work.bar)
@@ -545,17 +545,17 @@ def tied(work: Work) -> Explanations:
     owners: dict[Any, list[tuple[int, ElementStream]]] = defaultdict(list)
     unmatched = [n for n in work.open if work.cases[n].status in ALONE]
     for n in set(range(len(work.cases))).difference(unmatched):
-        for side, reader in enumerate(work.cases[n].match[1:3]):
-            if reader is not None and reader.size > 1:
-                owners[side, reader.array.shape].append((n, reader))
+        for side, stream in enumerate(work.cases[n].match[1:3]):
+            if stream is not None and stream.size > 1:
+                owners[side, stream.array.shape].append((n, stream))
     links: list[tuple[int, int, Link]] = []
     for n in unmatched:
-        side, reader = ALONE.index(work.cases[n].status), work.cases[n].alone
-        candidates = owners[side, reader.array.shape] if reader is not None else []
-        for owner, owner_reader in candidates if len(candidates) <= _MOST_OWNERS else []:
-            if reader is not None:
-                order = (Side.whole(owner_reader), Side.whole(reader))
-                links.append((n, owner, Link((owner_reader.name, reader.name), [order])))
+        side, stream = ALONE.index(work.cases[n].status), work.cases[n].alone
+        candidates = owners[side, stream.array.shape] if stream is not None else []
+        for owner, owner_stream in candidates if len(candidates) <= _MOST_OWNERS else []:
+            if stream is not None:
+                order = (Side.whole(owner_stream), Side.whole(stream))
+                links.append((n, owner, Link((owner_stream.name, stream.name), [order])))
     examine([link for *_, link in links], work.bar, certain=True)
     explanations = {
         n: Explanation(

@@ -13,17 +13,17 @@ import numpy as np
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.streams import LEAF, ChunkedZip, columns_of, whole_leaves
 from xckpt.comparison.arrangements import arranged, part_of, parts_of_view
-from xckpt.comparison.explaining.causes import LIKELY, Elementwise, SampledPairs
-from xckpt.comparison.explaining.quantised_causes import (
+from xckpt.comparison.measure import MEASURES, Comparison, as_floats, measures_of_pairs
+from xckpt.comparison.pairs import pair_of, stream_of_view
+from xckpt.comparison.relations.causes import LIKELY, Elementwise, SampledPairs
+from xckpt.comparison.relations.quantised_causes import (
     Quantised,
     WithinScales,
     suspect_levels,
     suspect_quantised,
 )
-from xckpt.comparison.explaining.quantisers import graded
-from xckpt.comparison.explaining.rounding import FRACTION_BITS, Transform, spacing_of
-from xckpt.comparison.measure import MEASURES, Comparison, as_floats, measures_of_pairs
-from xckpt.comparison.pairs import pair_of, reader_of_view
+from xckpt.comparison.relations.quantisers import graded
+from xckpt.comparison.relations.rounding import FRACTION_BITS, Transform, spacing_of
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.scan.scanning import Accumulator, gather
 from xckpt.storage.limits import cpu_count
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.streams import ElementStream, Zip
     from xckpt.comparison.arrangements import Step
-    from xckpt.comparison.explaining.causes import Relation
+    from xckpt.comparison.relations.causes import Relation
     from xckpt.progress import Progress
     from xckpt.typing import Array
 
@@ -72,14 +72,14 @@ class Side:
     run: int | None = None
 
     @classmethod
-    def whole(cls, reader: ElementStream) -> Side:
+    def whole(cls, stream: ElementStream) -> Side:
         """Return a side that is a whole tensor."""
-        return cls(reader.array, reader, 0)
+        return cls(stream.array, stream, 0)
 
     @classmethod
-    def of(cls, view: Any, reader: ElementStream) -> Side:
+    def of(cls, view: Any, stream: ElementStream) -> Side:
         """Return a side that is a view of a tensor."""
-        return cls.whole(reader) if view is reader.array else cls(view, reader)
+        return cls.whole(stream) if view is stream.array else cls(view, stream)
 
     @property
     def size(self) -> int:
@@ -92,12 +92,12 @@ class Side:
         array, _ = parts_of_view(self.view)
         return array.block_type if isinstance(array, BlockArray) else ""
 
-    def reader(self, name: str) -> ElementStream:
-        """Return a reader of the elements in C order."""
-        return reader_of_view(self.view, self.tensor, name)
+    def stream(self, name: str) -> ElementStream:
+        """Return a stream of the elements in C order."""
+        return stream_of_view(self.view, self.tensor, name)
 
     def graded(self) -> ElementStream | None:
-        """Return a reader of the elements with the distances that stored scales allow."""
+        """Return a stream of the elements with the distances that stored scales allow."""
         if self.run is None:
             return None
         is_whole = self.size == self.tensor.size
@@ -201,10 +201,10 @@ class RelationCounts(Accumulator):
         self.zeros = 0
 
     @classmethod
-    def begin(cls, reader: Any, argument: Any) -> RelationCounts:
-        """Return empty counts for a reader; the argument is a link."""
-        measures = Comparison.begin(reader, None) if argument.known is None else None
-        return cls(reader.kinds, measures, argument.relations, argument.grid)
+    def begin(cls, stream: Any, argument: Any) -> RelationCounts:
+        """Return empty counts for a stream; the argument is a link."""
+        measures = Comparison.begin(stream, None) if argument.known is None else None
+        return cls(stream.kinds, measures, argument.relations, argument.grid)
 
     def update(self, start: int, *columns: Array) -> None:
         """Add pairs."""
@@ -344,7 +344,7 @@ def examine_in_turn(
 def _suggest(link: Link) -> None:
     """Choose an order of reading from a sample, and the relations to verify in that order."""
     for order, (ours, theirs) in enumerate(link.orders):
-        pair = pair_of(ours.reader(link.names[0]), theirs.reader(link.names[0]), link.names[0])
+        pair = pair_of(ours.stream(link.names[0]), theirs.stream(link.names[0]), link.names[0])
         if not ours.size or INEXACT & set(pair.kinds):
             return
         sample = sample_of(pair, ours, theirs)
@@ -366,10 +366,10 @@ def _suggest(link: Link) -> None:
 
 def _graded_pair(ours: Side, theirs: Side, name: str) -> Zip | ChunkedZip | None:
     """Return a pair with the stored scales of one side, preferably of `theirs`; None without."""
-    if (graded_reader := theirs.graded()) is not None:
-        return pair_of(ours.reader(name), graded_reader, name)
-    if (graded_reader := ours.graded()) is not None:
-        return pair_of(graded_reader, theirs.reader(name), name)
+    if (graded_stream := theirs.graded()) is not None:
+        return pair_of(ours.stream(name), graded_stream, name)
+    if (graded_stream := ours.graded()) is not None:
+        return pair_of(graded_stream, theirs.stream(name), name)
     return None
 
 
@@ -433,7 +433,7 @@ def begins_quantised(names: tuple[str, str], order: tuple[Side, Side], size: int
         Side(part_of(side.view, (0,) * len(side.view.shape), (1, size)), side.tensor)
         for side in order
     )
-    pair = pair_of(ours.reader(names[0]), theirs.reader(names[0]), names[0])
+    pair = pair_of(ours.stream(names[0]), theirs.stream(names[0]), names[0])
     if INEXACT & set(pair.kinds):
         return False
     return suspect_quantised(sample_of(pair, ours, theirs), None, None) is not None

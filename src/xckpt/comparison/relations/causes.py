@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xckpt.comparison.explaining.rounding import (
+from xckpt.comparison.relations.rounding import (
     FRACTION_BITS,
     UNCHANGED,
     Transform,

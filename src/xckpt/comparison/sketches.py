@@ -86,10 +86,10 @@ class MatrixSums(Accumulator):
         self.columns: Array | None = np.zeros(columns) if has_columns else None
 
     @classmethod
-    def begin(cls, reader: Any, argument: Any) -> MatrixSums:
+    def begin(cls, stream: Any, argument: Any) -> MatrixSums:
         """Return empty sums; the argument is a shape, and whether to sum its rows and columns."""
         shape, has_lines = argument
-        return cls(reader.kind.name, shape, has_lines=has_lines)
+        return cls(stream.kind.name, shape, has_lines=has_lines)
 
     def update(self, start: int, *columns: Array) -> None:
         """Add a run of elements."""
@@ -182,12 +182,12 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
 class Sketched:
     """A tensor with its sketch, as vectors of sums along each of its axes."""
 
-    def __init__(self, number: int, reader: ElementStream, sketch: MatrixSums) -> None:
+    def __init__(self, number: int, stream: ElementStream, sketch: MatrixSums) -> None:
         self.number = number
-        self.reader = reader
+        self.stream = stream
         self.sketch = sketch
-        self.name = reader.name
-        self.shape: Shape = tuple(reader.array.shape)
+        self.name = stream.name
+        self.shape: Shape = tuple(stream.array.shape)
         self.size = prod(self.shape)
         #: Whether rotary embeddings turn its rows; None if it is unknown.
         self.is_rotary: bool | None = None
@@ -259,14 +259,14 @@ def groups_of(
     return list(groups.values())
 
 
-def sketched(readers: Mapping[int, ElementStream], progress: Progress) -> dict[int, Sketched]:
+def sketched(streams: Mapping[int, ElementStream], progress: Progress) -> dict[int, Sketched]:
     """Sketch tensors in one pass, except complex and empty tensors."""
     ordered = {
-        number: in_c_order(reader)
-        for number, reader in readers.items()
-        if reader.array.dtype.kind != "c" and reader.size
+        number: in_c_order(stream)
+        for number, stream in streams.items()
+        if stream.array.dtype.kind != "c" and stream.size
     }
-    shapes = {n: matrix_shape(tuple(reader.array.shape)) for n, reader in ordered.items()}
+    shapes = {n: matrix_shape(tuple(stream.array.shape)) for n, stream in ordered.items()}
     has_lines: dict[int, bool] = {}
     line_count = 0
     for number in sorted(shapes, key=lambda number: sum(shapes[number])):
@@ -276,7 +276,7 @@ def sketched(readers: Mapping[int, ElementStream], progress: Progress) -> dict[i
     sums = gather(list(ordered.values()), MatrixSums, lambda _, sums: sums, progress,
                   arguments=arguments)  # fmt: skip
     sketches = zip(ordered, sums, strict=True)
-    return {number: Sketched(number, readers[number], sketch) for number, sketch in sketches}
+    return {number: Sketched(number, streams[number], sketch) for number, sketch in sketches}
 
 
 # --- arrangements -------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from xckpt.arrays.dequantize import decode
 from xckpt.arrays.kinds import kind_named
 from xckpt.arrays.scaled import QuantizedArray
 from xckpt.arrays.streams import ArrayStream
-from xckpt.comparison.explaining.rounding import FRACTION_BITS
+from xckpt.comparison.relations.rounding import FRACTION_BITS
 from xckpt.elements import BLOCK_TYPES
 
 if TYPE_CHECKING:
@@ -498,8 +498,8 @@ class _GradedCodes:
         return graded.reshape(values.shape)
 
 
-class _GradedReader(ArrayStream):
-    """A reader of elements with the dtype `GRADED`."""
+class _GradedStream(ArrayStream):
+    """A stream of elements with the dtype `GRADED`."""
 
     def __init__(self, graded: Any, nbytes: int, size: int) -> None:
         self.array, self.shape = graded, graded.shape
@@ -509,9 +509,9 @@ class _GradedReader(ArrayStream):
         self.piece_nbytes = 4 << 20
 
 
-def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayStream | None:
-    """Return a reader of a run of elements with the dtype `GRADED`; None if it is unsupported."""
-    lazy = reader.array
+def graded(stream: Any, start: int = 0, size: int | None = None) -> ArrayStream | None:
+    """Return a stream of a run of elements with the dtype `GRADED`; None if it is unsupported."""
+    lazy = stream.array
     count = prod(lazy.shape) if size is None else size
     grading: _GradedBlocks | _GradedCodes
     if isinstance(lazy, BlockArray):
@@ -527,6 +527,6 @@ def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayStream 
         grading = _GradedCodes(lazy)
     else:
         return None
-    graded_reader = _GradedReader(grading, reader.nbytes, count)
-    graded_reader.place, graded_reader.name = reader.place, reader.name
-    return graded_reader
+    graded_stream = _GradedStream(grading, stream.nbytes, count)
+    graded_stream.place, graded_stream.name = stream.place, stream.name
+    return graded_stream
