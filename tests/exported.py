@@ -81,9 +81,9 @@ def restored(ds: xr.Dataset) -> xr.Dataset:
 
 def narrow(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert back what was widened."""
-    from xckpt.arrays.converted import convert
+    from xckpt.arrays.converted import cast_block
 
-    return convert(values, dtype.name, "exact")
+    return cast_block(values, dtype.name, "exact")
 
 
 def same(actual: Any, expected: Any) -> bool:

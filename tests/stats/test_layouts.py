@@ -551,7 +551,9 @@ def numbered_otherwise() -> Sides:
     normal = random_of(5)
     ours: Tensors = {}
     theirs: Tensors = {}
-    modules = {"conv_in": ("input_blocks.0.0", (8, 4, 3, 3))}
+    modules: dict[str, tuple[str, tuple[int, ...]]] = {
+        "conv_in": ("input_blocks.0.0", (8, 4, 3, 3))
+    }
     for stage, block in ((stage, block) for stage in range(4) for block in range(3)):
         base, new = f"up_blocks.{stage}.resnets.{block}", f"output_blocks.{3 * stage + block}.0"
         modules[f"{base}.norm1"] = f"{new}.in_layers.0", (8,)

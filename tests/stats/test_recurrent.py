@@ -27,7 +27,10 @@ def network(operator: str, directions: int) -> Tensors:
     for layer in range(LAYERS):
         inputs = HIDDEN * directions if layer else INPUTS
         for end in ("", "_reverse")[:directions]:
-            shapes = {"weight_ih": (rows, inputs), "weight_hh": (rows, HIDDEN)}
+            shapes: dict[str, tuple[int, ...]] = {
+                "weight_ih": (rows, inputs),
+                "weight_hh": (rows, HIDDEN),
+            }
             shapes |= {"bias_ih": (rows,), "bias_hh": (rows,)}
             for kind, shape in shapes.items():
                 name = f"rnn.{kind}_l{layer}{end}"

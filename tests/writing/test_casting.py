@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
 import xckpt
-from xckpt.arrays.converted import convert, element_type
+from xckpt.arrays.converted import cast_block, element_type
 from xckpt.arrays.dense import elements
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import CheckpointWarning, UnsupportedError
@@ -96,7 +96,7 @@ def test_chosen_types_hold_and_return_every_value(name: str, wide: str) -> None:
     except UnsupportedError:
         return
     values = all_values(name)
-    back = convert(convert(values, chosen, "exact"), name, "exact")
+    back = cast_block(cast_block(values, chosen, "exact"), name, "exact")
     if name in IEEE or values.dtype.kind in "iub":
         assert np.array_equal(codes(back), codes(values))
     else:  # NaN have no payloads to keep
@@ -107,7 +107,7 @@ def test_chosen_types_hold_and_return_every_value(name: str, wide: str) -> None:
 def test_decoded_values_are_encoded_to_the_same_bits(name: str) -> None:
     values = all_values(name)
     decoded = elements(values.view(np.uint8).data, name, decode=True)
-    assert np.array_equal(codes(convert(decoded, name, "exact")), codes(values))
+    assert np.array_equal(codes(cast_block(decoded, name, "exact")), codes(values))
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [*product(IEEE[:2], IEEE[2:])])
@@ -116,15 +116,15 @@ def test_exact_casts_return_each_bit_or_raise(wide: str, narrow: str) -> None:
     size = stored_dtype(wide).itemsize
     random = rng.integers(0, 2**63, 2000, np.uint64).astype(f"u{size}").view(wide)
     special = all_values(narrow)[:: 7 if narrow != "float8_e5m2" else 1]
-    converted = convert(special, wide, "exact")
+    converted = cast_block(special, wide, "exact")
     for value in [*converted, *random]:
         block = np.array([value], wide)
         try:
-            written = convert(block, narrow, "exact")
+            written = cast_block(block, narrow, "exact")
         except UnsupportedError:
             assert codes(block)[0] not in codes(converted)
             continue
-        assert codes(convert(written, wide, "exact")) == codes(block)
+        assert codes(cast_block(written, wide, "exact")) == codes(block)
 
 
 INTEGERS = [f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64)]
@@ -135,7 +135,7 @@ def test_exact_integers(data: Any, source: str, target: str) -> None:
     value = data.draw(nps.from_dtype(np.dtype(source)))
     block = np.array([value], source)
     try:
-        written = convert(block, target, "exact")
+        written = cast_block(block, target, "exact")
     except UnsupportedError:
         if target.startswith("float"):
             assert int(np.dtype(target).type(int(value))) != int(value)
@@ -149,7 +149,7 @@ def test_exact_integers(data: Any, source: str, target: str) -> None:
 @given(nps.arrays("f8", 3, elements=st.floats(-1e30, 1e30)), st.sampled_from(INTEGERS))
 def test_rounding_to_integers_never_wraps(values: np.ndarray, target: str) -> None:
     try:
-        written = convert(values, target, "allow")
+        written = cast_block(values, target, "allow")
     except UnsupportedError:
         limits = np.iinfo(target)
         rounded = [round(v) for v in values.tolist()]
@@ -161,7 +161,7 @@ def test_rounding_to_integers_never_wraps(values: np.ndarray, target: str) -> No
 def test_the_error_names_the_element_and_what_to_do() -> None:
     block = np.array([[1.0, 2.0], [3.5, 1.0000001]], "f4")
     with pytest.raises(UnsupportedError) as caught:
-        convert(
+        cast_block(
             block,
             "bfloat16",
             "exact",
@@ -170,36 +170,36 @@ def test_the_error_names_the_element_and_what_to_do() -> None:
         )
     assert str(caught.value).startswith(r"tensor 'a\nb': element [11, 1] is 1.0000001")
     assert "cast='allow'" in str(caught.value)
-    rounded = convert(block, "bfloat16", "allow")
+    rounded = cast_block(block, "bfloat16", "allow")
     assert rounded.astype("f4").tolist() == [[1, 2], [3.5, 1]]
 
 
 def test_exact_casts_keep_signs_of_zero_and_imaginary_parts() -> None:
     for values, name in [(np.array([-0.0]), "int8"), (np.array([1 + 1j]), "float64")]:
         with pytest.raises(UnsupportedError, match="element"):
-            convert(values, name, "exact")
-    assert convert(np.array([2 + 0j]), "float64", "exact").tolist() == [2]
-    assert convert(np.array([1 + 1j]), "complex64", "exact").dtype == "<c8"
+            cast_block(values, name, "exact")
+    assert cast_block(np.array([2 + 0j]), "float64", "exact").tolist() == [2]
+    assert cast_block(np.array([1 + 1j]), "complex64", "exact").dtype == "<c8"
 
 
 def test_arrays_of_the_right_type_are_not_copied() -> None:
     values = np.arange(3.0)
-    assert convert(values, "float64", "exact") is values
-    swapped = convert(values.astype(">f8"), "float64", "never")
+    assert cast_block(values, "float64", "exact") is values
+    swapped = cast_block(values.astype(">f8"), "float64", "never")
     assert swapped.tolist() == [0, 1, 2]
     assert swapped.dtype == "<f8"
     narrow = values.astype(ml_dtypes.bfloat16)
-    assert convert(narrow, "bfloat16", "never") is narrow
+    assert cast_block(narrow, "bfloat16", "never") is narrow
 
 
 @pytest.mark.parametrize("name", ["float8_e5m2", "bfloat16", "float16"])
 def test_scalar_nan_keep_their_payload(name: str) -> None:
     value = all_values(name)[-3]
     assert np.isnan(value)
-    wide = convert(np.array(value), "float32", "exact")
+    wide = cast_block(np.array(value), "float32", "exact")
     assert wide.shape == ()
     scalar: Any = wide[()]
-    assert codes(convert(scalar, name, "exact")) == codes(np.array(value))
+    assert codes(cast_block(scalar, name, "exact")) == codes(np.array(value))
 
 
 def test_element_types_of_dtypes() -> None:

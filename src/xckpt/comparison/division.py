@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from xckpt.typing import Array
 
     Shape = tuple[int, ...]
+    # Words of a name, with None for each number.
+    Template = tuple[str | None, ...]
 
 # Elements that show which tensor begins at a place, and their relative distance after rounding.
 _PROBED, _NEAR = 16, 2.0**-6
@@ -240,7 +242,7 @@ def _in_flat_parameters(
 def _unlike_siblings(found: Mapping[str, _Flat]) -> set[str]:
     """Return the vectors that have other tensors than those of most layers, or another order."""
     used = {name for flat in found.values() for name in flat.parameters}
-    siblings: dict[str, list[str]] = defaultdict(list)
+    siblings: dict[Template, list[str]] = defaultdict(list)
     for plain in found:
         siblings[parse_name(plain).template].append(plain)
     unlike = set()
@@ -257,7 +259,7 @@ def _unlike_siblings(found: Mapping[str, _Flat]) -> set[str]:
     return unlike
 
 
-def _forms(names: Iterable[str]) -> list[tuple[str, tuple[int, ...]]]:
+def _forms(names: Iterable[str]) -> list[tuple[Template, tuple[str, ...]]]:
     """Return names without the numbers of their layers."""
     parsed = map(parse_name, names)
     return [(name.template, name.indices[1:]) for name in parsed]
