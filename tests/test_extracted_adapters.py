@@ -137,6 +137,20 @@ class TestExtracting:
         lost = np.sum((next(iter(tuned.values())) - product) ** 2) / np.sum(values**2)
         assert 1 - lost == pytest.approx(shares[rank - 1], abs=1e-6)
 
+    def test_rounding_takes_no_eigenvectors(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rng = np.random.default_rng(4)
+        name = name_of(0, "mlp.up_proj")
+        base = rng.normal(size=(500, 400)).astype(ml_dtypes.bfloat16)
+        update = rng.normal(size=(500, 3)) @ rng.normal(size=(3, 400)) / 10
+        tuned = (base.astype("f8") + update).astype(ml_dtypes.bfloat16)
+        solve, sizes = np.linalg.eigh, []
+        monkeypatch.setattr("numpy.linalg.eigh", lambda a: sizes.append(len(a)) or solve(a))
+        table = xckpt.extract_adapter({name: base}, {name: tuned}, tmp_path / "a", rank=8)
+        assert table["rank"].tolist() == [3]
+        assert max(sizes) < 400
+
     def test_files_are_read_in_blocks(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
