@@ -250,11 +250,10 @@ def _unlike_siblings(found: Mapping[str, _Flat]) -> set[str]:
         orders = {plain: _forms(found[plain].parameters) for plain in group}
         forms = set().union(*orders.values())
         for plain, order in orders.items():
-            others = [orders[other] for other in group if other != plain]
-            agreeing = sum([_agree(order, other) for other in others])
+            agreeing = sum([_agree(order, orders[sibling]) for sibling in group]) - 1
             # Zeros instead of a small tensor look like padding.
             free = [name for name in found[plain].candidates if name not in used]
-            if 2 * agreeing < len(others) or not forms.isdisjoint(_forms(free)):
+            if 2 * agreeing < len(group) - 1 or not forms.isdisjoint(_forms(free)):
                 unlike.add(plain)
     return unlike
 
