@@ -243,6 +243,30 @@ class TestUpdates:
         with pytest.raises(ValueError, match=r"shape \[24, 16\], and its change the shape \[4\]"):
             base.ckpt.merge({Q: numbers(4)})
 
+    @pytest.mark.parametrize("name", [K, FC], ids=["square", "oblong"])
+    @pytest.mark.parametrize("options", [{}, {"stack": True}], ids=["plain", "stacked"])
+    def test_axes_are_matched_by_their_names(
+        self, name: str, options: dict[str, Any], weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        other = {n.replace(".0.", ".1."): 2 * values for n, values in weights.items()}
+        xckpt.save(weights | other, tmp_path / "model.safetensors")
+        base = xckpt.open(tmp_path / "model.safetensors")
+        scaled = base[[name]].transpose() * 2
+        assert scaled[name].dims == base[name].dims[::-1]
+        merged = xckpt.open(tmp_path / "model.safetensors", **options).ckpt.merge(scaled, scale=1)
+        expected = (base + scaled)[name]
+        assert merged[name].dims == base[name].dims
+        np.testing.assert_allclose(merged[name], expected, rtol=1e-6)
+        updates = {name: xr.DataArray(weights[name].T, dims=base[name].dims[::-1])}
+        np.testing.assert_array_equal(base.ckpt.merge(updates)[name], 2 * weights[name])
+
+    def test_axes_with_other_names_keep_their_positions(
+        self, base: xr.Dataset, weights: dict[str, Array]
+    ) -> None:
+        for dims in (("a", "b"), (base[K].dims[1], "a")):
+            update = xr.DataArray(weights[K], dims=dims)
+            np.testing.assert_array_equal(base.ckpt.merge({K: update})[K], 2 * weights[K])
+
     def test_names_may_differ_by_a_prefix(
         self, base: xr.Dataset, weights: dict[str, Array]
     ) -> None:

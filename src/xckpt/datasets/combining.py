@@ -69,7 +69,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     if missing:
         warn(f"the model lacks tensors that are to be changed: {some(missing)}")
     merged = {
-        name: _merged(name, flat.variables[name], [_Change(a, changes, scale) for a in of_tensor])
+        name: _merged(name, flat.variables[name], of_tensor, changes, scale)
         for name, of_tensor in matches.items()
     }
     variables = {
@@ -160,6 +160,22 @@ class _Change:
     adapter: Adapter
     tensors: OpenTensors
     scale: float | None
+    dims: tuple[Any, ...]  # of the tensor
+
+    @property
+    def axes(self) -> tuple[int, ...] | None:
+        """Order of the axes of an update that has the dimensions of the tensor; None for others."""
+        if self.adapter.kind != "update":
+            return None
+        dims = self.tensors.variable(self.adapter.tensors["value"]).dims
+        is_named = len(set(dims)) == len(dims) and set(dims) == set(self.dims)
+        return tuple(map(dims.index, self.dims)) if is_named else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the change, in the order of the axes of the tensor."""
+        axes, shape = self.axes, self.adapter.shape
+        return shape if axes is None else tuple([shape[axis] for axis in axes])
 
     @property
     def factor(self) -> float:
@@ -183,6 +199,7 @@ class _Change:
             return da.concatenate([weight, value])[_replaced(len(weight), adapter.rows)]
         if not adapter.is_product:
             value = self.read("value")
+            value = value if self.axes is None else value.transpose(self.axes)
             return weight + (value if self.factor == 1 else value * value.dtype.type(self.factor))
         matrices = matrices_of(adapter, self.tensors)
         if "left" in matrices:
@@ -239,16 +256,22 @@ def _replaced(count: int, rows: Sequence[int]) -> list[int]:
     return positions
 
 
-def _merged(name: str, variable: xr.Variable, changes: Sequence[_Change]) -> xr.Variable:
+def _merged(
+    name: str,
+    variable: xr.Variable,
+    adapters: Sequence[Adapter],
+    changes: OpenTensors,
+    scale: float | None,
+) -> xr.Variable:
     """Return a variable of the model with its changes, to be stored as it was."""
     shape, array = variable.shape, _wide(variable.data)
-    for change in changes:
-        adapter = change.adapter
+    for adapter in adapters:
+        change = _Change(adapter, changes, scale, variable.dims)
         is_resized = adapter.kind == "saved" and adapter.shape[1:] == shape[1:]
-        if adapter.shape != shape and not is_resized and adapter.kind not in {"rows", "ia3"}:
+        if change.shape != shape and not is_resized and adapter.kind not in {"rows", "ia3"}:
             raise ValueError(
                 f"{shown(name)} has the shape {list(shape)}, and its change the shape "
-                f"{list(adapter.shape)}"
+                f"{list(change.shape)}"
             )
         array = change.apply(array)
     encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
