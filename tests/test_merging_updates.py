@@ -366,6 +366,29 @@ class TestOperandsOfUpdates:
         base.drop_vars(name).assign({name: base[name].T}).ckpt.save("turned.safetensors")
 
     @pytest.mark.parametrize(
+        ("name", "vector"),
+        [("lm_head.weight", "model.norm.weight"), ("x.weight", "x.bias")],
+        ids=["named", "unnamed"],
+    )
+    def test_axes_of_oblong_tensors_in_another_order_are_named(
+        self, name: str, vector: str
+    ) -> None:
+        shapes = {"lm_head.weight": (10, 8), "model.norm.weight": (8,), "x.weight": (6, 4)}
+        tensors = {n: numbers(*shape) for n, shape in shapes.items()} | {"x.bias": numbers(4)}
+        xckpt.save(tensors, "oblong.safetensors")
+        base = xckpt.open("oblong.safetensors")
+        (dim,), dims = base[vector].dims, base[name].dims
+        row = base[vector].rename({dim: dims[1]}) if dim != dims[1] else base[vector]
+        scaled = row * base[name]
+        assert scaled.dims == dims[::-1]
+        with pytest.warns(CheckpointWarning, match="another order") as caught:
+            base.drop_vars(name).assign({name: scaled}).ckpt.save("scaled.safetensors")
+        assert f"{name}.transpose{dims}" in str(caught[0].message)
+        in_order = base.assign({name: scaled.transpose(*dims)})
+        in_order.ckpt.save("scaled.safetensors", overwrite=True)
+        base.assign({name: base[name].T}).ckpt.save("turned.safetensors")
+
+    @pytest.mark.parametrize(
         ("change", "text"),
         [
             (lambda a: 0.5 * a, r"updates of an adapter are multiplied by 0\.25,.*'model\.layers"),

@@ -45,7 +45,7 @@ from xckpt.writing.payloads import Gathered, Payload, Unchanged
 from xckpt.writing.sparse_parts import sparse_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.arrays import LazyArray
     from xckpt.index import Index
@@ -298,11 +298,12 @@ class _NotedAxes:
     def add(self, tensor: Computed, axes: tuple[str, ...]) -> None:
         """Note the axes of a tensor, given those that its model has."""
         name, array = tensor.name, data_of(tensor.variable)
-        if _is_turned(tensor, axes):
-            self._changes.add(_TURNED, f"{name}.transpose{axes}")
         if self._sources.is_stack(name, array):
             self._changes.add(_NO_NUMBERS, name)
         shapes = self._sources.shapes(name, array)
+        in_order = _dims_in_order(tensor, axes, shapes)
+        if in_order is not None:
+            self._changes.add(_TURNED, f"{name}.transpose{in_order}")
         if shapes and array.ndim > max(map(len, shapes)):
             before = " and ".join(map(_by_axes, shapes))
             self._broadcast.append(f"{name} {_by_axes(array.shape)}, was {before}")
@@ -438,15 +439,29 @@ def _computed(name: str, variable: xr.Variable, dims: tuple[str | None, ...] | N
     return computed if array.dtype.kind != "f" else _in_source_type(computed)
 
 
-def _is_turned(tensor: Computed, axes: tuple[str, ...]) -> bool:
-    """Return whether arithmetic of several arrays gave the axes another order than the model's."""
-    dims, array = tensor.variable.dims, tensor.array
-    if dims == axes or sorted(map(str, dims)) != sorted(axes):
-        return False
-    in_memory = [
-        n for n in getattr(getattr(array, "dask", None), "layers", ()) if n.startswith(IN_MEMORY)
-    ]
-    return len(lazies_in(array)) + len(in_memory) > 1
+def _dims_in_order(
+    tensor: Computed, axes: tuple[str, ...], shapes: Sequence[tuple[int, ...]]
+) -> tuple[str, ...] | None:
+    """Return the dimensions in the order of the model's, or of the stored tensor of the name.
+
+    None if arithmetic of several arrays did not change the order.
+    """
+    array, dims = tensor.array, tuple(map(str, tensor.variable.dims))
+    layers = getattr(getattr(array, "dask", None), "layers", ())
+    in_memory = [layer for layer in layers if layer.startswith(IN_MEMORY)]
+    if len(lazies_in(array)) + len(in_memory) < 2:
+        return None
+    if dims != axes and sorted(dims) == sorted(axes):
+        return axes
+    is_turned = shapes and array.shape not in shapes and sorted(shapes[0]) == sorted(array.shape)
+    if not is_turned:
+        return None
+    remaining = list(zip(array.shape, dims, strict=True))
+    in_order = []
+    for size in shapes[0]:
+        position = [extent for extent, _ in remaining].index(size)
+        in_order.append(remaining.pop(position)[1])
+    return tuple(in_order)
 
 
 def _in_source_type(computed: Computed) -> Computed:
