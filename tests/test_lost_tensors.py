@@ -158,6 +158,26 @@ def test_stacked_tensors_are_named_one_by_one(tmp_path: Path) -> None:
     assert repr(UP[0]) in text
 
 
+@pytest.mark.parametrize("chosen", [slice(None), slice(1, 3)], ids=["all", "selected"])
+def test_layers_that_only_one_stack_has_are_named(chosen: slice, tmp_path: Path) -> None:
+    base = opened(tmp_path / "base.safetensors", ALL, stack=True)
+    other = opened(tmp_path / "other.safetensors", [*Q[:2], *UP[:2], HEAD], stack=True)
+    ds = base.isel(layers=chosen) + other
+    (text,) = warnings_of(ds, tmp_path / "new.safetensors")
+    assert "2 of 7 tensors of base.safetensors missing" in text
+    assert repr(Q[2]) in text
+    assert "2 of 7 tensors of base.safetensors missing" in repr(ds.ckpt)
+
+
+def test_layers_that_the_user_left_out_are_no_loss(tmp_path: Path) -> None:
+    path = tmp_path / "new.safetensors"
+    base = opened(tmp_path / "base.safetensors", ALL, stack=True)
+    other = opened(tmp_path / "other.safetensors", [*Q[:2], *UP[:2], HEAD], stack=True)
+    assert warnings_of(base.isel(layers=slice(2)) + other, path) == []
+    assert warnings_of((base * 2).isel(layers=[0]), path) == []
+    assert warnings_of((base + base).isel(layers=[0]), path) == []
+
+
 def test_a_step_of_a_run_has_the_names_of_the_model(some: xr.Dataset, tmp_path: Path) -> None:
     for step in (100, 200):
         opened(tmp_path / f"step-{step}.safetensors", ALL, seed=step)
