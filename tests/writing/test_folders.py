@@ -279,6 +279,26 @@ class TestResults:
         xckpt.open("a").ckpt.merge("out").ckpt.save("merged/")
         assert "adapter_config.json" not in names("merged")
 
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: xckpt.open("lora/").compute(),
+            lambda: xckpt.open("lora").load(),
+            lambda: saved_and_opened(xckpt.open("lora"), "lora.zt"),
+            lambda: saved_and_opened(xckpt.open("lora"), "lora.zt").compute(),
+        ],
+        ids=["computed", "loaded", "zt", "zt in memory"],
+    )
+    @pytest.mark.filterwarnings("ignore:.*from the attributes")
+    def test_a_config_of_an_adapter_names_the_file(self, make: Any) -> None:
+        make().ckpt.save("out/")
+        assert names("out") == ["adapter_config.json", "adapter_model.safetensors"]
+
+    def test_a_model_of_diffusers_in_memory_keeps_its_name(self) -> None:
+        Path("a/model.safetensors").rename("a/diffusion_pytorch_model.safetensors")
+        xckpt.open("a").compute().ckpt.save("out/")
+        assert "diffusion_pytorch_model.safetensors" in names("out")
+
     def test_updates_are_no_adapter(self) -> None:
         xckpt.open("lora").ckpt.updates().ckpt.save("out/")
         assert names("out") == ["model.safetensors"]

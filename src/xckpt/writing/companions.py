@@ -25,6 +25,7 @@ from xckpt.opening.configs import CONFIGS, read_config
 from xckpt.opening.names import part_of
 from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path, write_file
+from xckpt.storage.source import files_of
 from xckpt.structure.config_fit import check_config, fit_config, fit_quantization
 from xckpt.structure.facts import declarations_in, model_facts
 from xckpt.structure.info import Described, Role
@@ -117,11 +118,20 @@ class Origin:
 
     def stem(self, names: Collection[str]) -> str:
         """Return the beginning of the file name that libraries look for, for these tensors."""
-        if self.folder is None and _ADAPTER_CONFIG in self.configs:
-            return _ADAPTER
+        if self.stored and not any(tensor.name in names for tensor in self.stored):
+            return "model"
         stems = [name.partition(".")[0] for name in self.file_names]
-        is_same_kind = any(tensor.name in names for tensor in self.stored)
-        return next((stem for stem in stems if stem in _STEMS and is_same_kind), "model")
+        stem = next((stem for stem in stems if stem in _STEMS), "")
+        return stem or (_ADAPTER if self._is_adapter() else "model")
+
+    def _is_adapter(self) -> bool:
+        """Return whether the only config of the checkpoint is the one of an adapter."""
+        names = {
+            name
+            for name in (_CONFIG, _ADAPTER_CONFIG)
+            if name in self.configs or (self.folder and _is_readable(self.folder / name))
+        }
+        return names == {_ADAPTER_CONFIG}
 
 
 class _Written(NamedTuple):
@@ -151,11 +161,10 @@ def origin_of(gathered: Gathered) -> Origin:
         is_single = len(files) == 1 and part_of(files[0].name) is None
         place = files[0] if is_single else folder
         with suppress(OSError, ValueError, CheckpointError):
-            decoded = _tensors(place)
+            decoded, file_names = _tensors(place)
             codes = {t.name: [part.name for part in (t.stored or {}).values()] for t in decoded}
             parts = [part for t in decoded for part in (t.stored or {t.name: t}).values()]
             stored = {part.name: part for part in parts}.values()
-            file_names = [path.name for path in files]
             described = _described(stored), _described(decoded)
             others = [other for other in folders if other != folder]
             origins.append(Origin(folder, file_names, *described, codes, others, configs))
@@ -165,10 +174,11 @@ def origin_of(gathered: Gathered) -> Origin:
     return origins[0] if origins else Origin(configs=configs)
 
 
-def _tensors(path: Path) -> list[Tensor]:
+def _tensors(path: Path) -> tuple[list[Tensor], list[str]]:
+    """Return the tensors of a checkpoint, and the names of its files."""
     source, index = open_index(str(path), silent=True, missing="ignore")
     source.close()
-    return list(index.tensors.values())
+    return list(index.tensors.values()), [Path(file.name).name for file in files_of(source)]
 
 
 def _described(tensors: Iterable[Tensor]) -> list[Described]:
