@@ -105,6 +105,16 @@ def test_shards_replace_the_single_file(written: tuple[Path, Any], tmp_path: Pat
     check(folder, 2.0)
 
 
+def test_shards_of_the_old_checkpoint_that_stay_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    xckpt.save(dataset(), path, max_shard_size=500)
+    old = [name for name in names(tmp_path) if "-of-" in name]
+    with pytest.warns(CheckpointWarning, match=f"shards.* stay.*{old[0]}.*{old[-1]}"):
+        xckpt.save(dataset(2.0), path, max_shard_size=1100, overwrite=True)
+    assert set(old) < set(names(tmp_path))
+    xckpt.save(dataset(2.0), tmp_path / "new.safetensors", max_shard_size=1100)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_file_that_an_index_would_hide_is_refused(overwrite: bool, tmp_path: Path) -> None:
     save_it(tmp_path)

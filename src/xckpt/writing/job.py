@@ -72,6 +72,9 @@ __all__ = ["WriteJob", "plan_job"]
 
 # Runs shorter than this, in bytes, are written through a memory map instead of by system calls.
 _SHORTEST_RUN = 1 << 12
+_OTHER_SHARDS = (
+    "shards that were in the folder stay, though the new index names none of them; remove them"
+)
 # Computed tensors with NaN whose sources are read again, to find out whether they have NaN, too.
 _MOST_SOURCES = 16
 
@@ -408,6 +411,8 @@ def plan_job(
         label = os.path.basename(path)  # noqa: PTH119  it may be a URL
         paths = [path, *map(target.companion, plan.companions)]
         superseded = None
+        for name in target.other_shards(plan.companions) if plan.companions else ():
+            fitting.changes.add(_OTHER_SHARDS, name)
         if plan.suffix:
             target.check()  # an existing file is an error, though it is not written
             superseded = label if target.overwrite else None

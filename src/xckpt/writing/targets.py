@@ -24,7 +24,7 @@ from xckpt.storage.source import components
 from xckpt.writing.fitting import TENSOR_OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from xckpt.storage.sink import Sink
 
@@ -92,7 +92,7 @@ class Target(NamedTuple):
         if is_remote(self.path):
             return
         file = Path(self.path)
-        shards = file.parent.glob(f"{escape(file.stem)}-*-of-*{escape(file.suffix)}")
+        shards = self._shards()
         names: list[str] = []
         with suppress(OSError):  # opening the file raises the error with its name
             places = (*shards, Path(self.path + INDEX_SUFFIX))
@@ -104,6 +104,16 @@ class Target(NamedTuple):
                 f"{file.name}: {some(sorted(names), 'files')}; save into another folder, and "
                 "remove them only once the new file is complete, as it may be computed from them"
             )
+
+    def other_shards(self, names: Collection[str]) -> list[str]:
+        """Return the names of shards in the folder other than these."""
+        if is_remote(self.path):
+            return []
+        return sorted([path.name for path in self._shards() if path.name not in names])
+
+    def _shards(self) -> Iterator[Path]:
+        file = Path(self.path.removesuffix(INDEX_SUFFIX))
+        return file.parent.glob(f"{escape(file.stem)}-*-of-*{escape(file.suffix)}")
 
     def check(self) -> None:
         """Raise the error that writing the file would begin with."""
