@@ -396,18 +396,33 @@ class TestOperandsOfUpdates:
             (lambda a: a.map(lambda factor: factor / 2), "multiplied by 0.25,"),
             (lambda a: a + xckpt.open("other"), "several adapters.*not the sum of their updates"),
             (lambda a: a - xckpt.open("other"), "several adapters.*not the sum of their updates"),
+            (lambda a: (a + xckpt.open("other")) / 2, "averaged.*not the mean.*scale=.5"),
+            (lambda a: 0.3 * a + 0.7 * xckpt.open("other"), "averaged.*extract_adapter"),
         ],
-        ids=["half", "negative", "map", "sum", "difference"],
+        ids=["half", "negative", "map", "sum", "difference", "mean", "weights"],
     )
     def test_scaled_factors_are_no_scaled_update(self, change: Any, text: str) -> None:
         shutil.copytree("adapter", "other")
         with pytest.warns(CheckpointWarning, match=text):
             change(xckpt.open("adapter")).ckpt.save("out.safetensors")
 
-    def test_means_and_one_scaled_factor_are_adapters(self) -> None:
-        shutil.copytree("adapter", "other")
-        a, b = xckpt.open("adapter"), xckpt.open("other")
-        for number, result in enumerate(((a + b) / 2, 0.3 * a + 0.7 * b, a + 0.5 * (b - a))):
-            result.ckpt.save(f"{number}.safetensors")
+    def test_one_scaled_factor_is_an_adapter(self) -> None:
+        a = xckpt.open("adapter")
+        half = a.assign((0.5 * a.ckpt.find("*lora_B*")).data_vars)
+        half.ckpt.save("assigned.safetensors")
         left = {name: 0.5 * a[name] for name in a if "lora_B" in str(name)}
         a.drop_vars(list(left)).assign(left).ckpt.save("half.safetensors")
+
+
+def test_a_step_of_a_run_keeps_its_type(tmp_path: Path) -> None:
+    tensors = {"model.layers.0.mlp.up_proj.weight": numbers(8, 4, seed=3)}
+    paths = [tmp_path / f"step-{number}.safetensors" for number in (1, 3)]
+    for path in paths:
+        xckpt.save(tensors, path, dtype="bfloat16", cast="allow")
+    run = xckpt.open_steps(str(tmp_path / "step-*.safetensors"))
+    steps = xckpt.open(paths[1]), run.sel(step=3), run.sel(step=3, drop=True)
+    for number, step in enumerate(steps):
+        step.ckpt.merge(tensors, scale=0.3).ckpt.save(tmp_path / f"out-{number}.safetensors")
+    written = [(tmp_path / f"out-{number}.safetensors").read_bytes() for number in range(3)]
+    assert xckpt.read_index(tmp_path / "out-0.safetensors").tensors.popitem()[1].dtype == "bfloat16"
+    assert written[1] == written[0] == written[2]

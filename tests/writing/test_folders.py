@@ -269,6 +269,7 @@ class TestResults:
         assert config("out") == LLAMA
         assert xckpt.open("out").ckpt.structure().index.size == len(llama(0))
 
+    @pytest.mark.filterwarnings("ignore:.*not the mean of their updates")
     @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "1kB"}])
     def test_adapters_have_their_config_and_name(self, shards: dict[str, Any]) -> None:
         mean = (xckpt.open("lora") + xckpt.open("lora-2")) / 2

@@ -7,9 +7,10 @@ that are written in the type of the model.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import dask
@@ -37,11 +38,17 @@ __all__ = ["factor_changes", "merge", "unrounded"]
 
 _SCALED = (
     "updates of an adapter are multiplied by {:g}, as arithmetic applies to each of their factors "
-    "(base.ckpt.merge(adapter, scale=...) scales an update)"
+    "(base.ckpt.merge(adapter, scale=...) scales an update; "
+    "x.assign((.5 * x.ckpt.find('*lora_B*')).data_vars) scales an adapter x, by one factor)"
 )
 _ADDED = (
     "factors of several adapters are added, whose products are not the sum of their updates "
     "(base.ckpt.merge(adapter, scale=...), called for each, adds them)"
+)
+_AVERAGED = (
+    "factors of several adapters are averaged, whose products are not the mean of their updates "
+    "(base.ckpt.merge(x, scale=.5).ckpt.merge(y, scale=.5) adds the mean of the updates, and "
+    "xckpt.extract_adapter makes an adapter of the result)"
 )
 # Problems in a message.
 _MOST_PROBLEMS = 3
@@ -232,16 +239,25 @@ def factor_changes(tensors: OpenTensors) -> dict[str, str]:
         # Arithmetic with ones shows by which number each factor is multiplied.
         (numbers,) = dask.compute(factors)
         scales: dict[str, list[float]] = defaultdict(list)
-        for (base, _), number in numbers.items():
+        averaged: Counter[str] = Counter()
+        for (base, name), number in numbers.items():
+            averaged[base] += len(_sources(computed[name])) > 1
             if not math.isclose(number, 1, rel_tol=_ROUNDING):
                 scales[base].append(float(number))
         is_sum = len(tensors.origins(_MOST_TRIED)) > 1
-        return {
+        return {base: _AVERAGED for base, count in averaged.items() if count > 1} | {
             base: _ADDED if is_sum else _SCALED.format(math.prod(of_factors))
             for base, of_factors in scales.items()
             if len(of_factors) > 1
         }
     return {}
+
+
+def _sources(array: Any) -> set[str]:
+    """Return the files that an array is computed from."""
+    lazies = lazies_in(array).values()
+    opened = [origin.opened for lazy in lazies for origin in islice(lazy.tensor_origins, 1)]
+    return {files.source for files in opened if files is not None}
 
 
 def _first(array: Any) -> Any:

@@ -159,7 +159,7 @@ def remember_stack(
     name: Any, variable: xr.Variable, indexes: Mapping[Any, xr.Variable], of_run: StackMarks
 ) -> xr.Variable:
     """Return a variable with the record of its stack, if the object still has it."""
-    if _KEY in variable.encoding:
+    if _KEY in variable.encoding or "layout" in variable.encoding:  # as when it was opened
         return variable
     # A computed variable has no encoding; the coordinates that stacking made keep theirs, unless
     # they are interpolated.
@@ -293,7 +293,11 @@ class StackMembers:
             for positions, number in zip(self._old_positions, numbers, strict=True):
                 position = position * len(positions) + positions[number]
             before = record.members[position]
-        before = before or StackMember({}, {}, None)
+        if before is None:
+            # A step without its number has the type that all steps have.
+            keys = ("layout", "stored_dtype") if record.is_one_step(self._variable.dims) else ()
+            stored = self._variable.encoding
+            before = StackMember({}, {key: stored[key] for key in keys if key in stored}, None)
         data, dims = before.data, self._variable.dims
         if data is None or not self._is_whole:
             places = map(dict.__getitem__, self._positions, numbers)

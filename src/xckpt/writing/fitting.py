@@ -333,7 +333,10 @@ class Fitting:
                 parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
         elif "dtype" in request:
             reason = f"the element type of a {tensor.layout} tensor cannot be chosen"
-            raise UnsupportedError(reason, tensor=name)
+            hint = (
+                "encoding={name: {'dtype': ...}} sets the type of each tensor that is not quantised"
+            )
+            raise UnsupportedError(reason, tensor=name, hint=hint)
         for option, supported in (("compression", can.compressions), ("digest", can.digests)):
             choice = request.get(option)
             if choice is not None and choice not in supported:

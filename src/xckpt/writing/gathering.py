@@ -63,7 +63,7 @@ __all__ = [
 
 _WIDENED = (
     "float64, though no source is, as with factors that are numpy scalars; float(factor) or "
-    "dtype='float32' avoids it"
+    "dtype='float32' with cast='allow' avoids it"
 )
 _TURNED = "axes in another order than in the model, as after vector * matrix; this restores it"
 _BROADCAST = "more axes than in their sources, as dimensions with other names broadcast"
