@@ -189,7 +189,7 @@ class _Slot(NamedTuple):
 
 
 class _Flat(NamedTuple):
-    """The vectors of a module, and the parameters that are in them, of those that may be."""
+    """The vectors of a module, the parameters in them, and the candidates."""
 
     vector: _Vector
     slots: Sequence[_Slot]
@@ -240,7 +240,7 @@ def _in_flat_parameters(
 
 
 def _unlike_siblings(found: Mapping[str, _Flat]) -> set[str]:
-    """Return the vectors that have other tensors than those of most layers, or another order."""
+    """Return the vectors whose tensors or order differ from the vectors of most layers."""
     used = {name for flat in found.values() for name in flat.parameters}
     siblings: dict[Template, list[str]] = defaultdict(list)
     for plain in found:

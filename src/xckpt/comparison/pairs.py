@@ -239,7 +239,7 @@ class Match(NamedTuple):
     partner: Partner | None = None
     #: The elements of both tensors as they are stored, if the tensors have one shape.
     pair: Zip | ChunkedZip | None = None
-    #: The steps from the elements of `a` to those of `b`, if known, and the pair after them.
+    #: The steps from `a` to the order of `b`, if known, and the pair in that order.
     steps: tuple[Step, ...] = ()
     related: Zip | ChunkedZip | None = None
 

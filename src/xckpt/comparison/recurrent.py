@@ -24,7 +24,7 @@ __all__ = ["recurrent_joints"]
 
 #: The places in PyTorch of the gates of an operator, in the order of ONNX.
 _GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2), "RNN": (0,)}
-# What the inputs of an operator consist of.
+# Parts of the inputs of an operator.
 _INPUTS = {1: ("weight_ih",), 2: ("weight_hh",), 3: ("bias_ih", "bias_hh")}
 _KINDS = frozenset(chain.from_iterable(_INPUTS.values()))
 _WORDS = "with gates in another order"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.arrays.graph import lazies_in, lazy_of
 from xckpt.formatting import base_name, counted
-from xckpt.structure.numbering import is_index
 from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
 
@@ -53,8 +52,8 @@ class _Uses:
     def __init__(self) -> None:
         # Tensors that are read, by checkpoint.
         self.tensors: dict[Opened, set[str]] = defaultdict(set)
-        # Names without numbers of the stacks that are read, by checkpoint.
-        self.stacks: dict[Opened, set[tuple[str, ...]]] = defaultdict(set)
+        # Members of stacks among them.
+        self.members: dict[Opened, set[str]] = defaultdict(set)
         # Checkpoints that a variable needs, for each variable.
         self.needs: list[set[Opened]] = []
         # The arrays in memory that it needs, by their names in the graph.
@@ -83,7 +82,7 @@ class _Uses:
         for origin in origins:
             if origin.opened is not None:
                 if len(origins) > 1:
-                    self.stacks[origin.opened].add(_unnumbered(origin.tensor.name))
+                    self.members[origin.opened].add(origin.tensor.name)
                 self.tensors[origin.opened].add(origin.tensor.name)
                 opened.add(origin.opened)
         return opened
@@ -98,11 +97,6 @@ class _Uses:
         is_one = len(self.needs) == 1 and not self._has_factor
         if all(in_memory) and (is_one or not frozenset.intersection(*in_memory)):
             yield None
-
-
-def _unnumbered(name: str) -> tuple[str, ...]:
-    """Return a name without numbers, which the members of a stack have in common."""
-    return tuple(["" if is_index(word) else word for word in name.split(".")])
 
 
 def _broadcasts(layer: Mapping[Any, Any], array: Any) -> bool:
@@ -124,7 +118,7 @@ def losses(tensors: OpenTensors) -> list[Loss]:
     result = []
     for opened, stored_names in in_result.items():
         missing: dict[str, None] = {}
-        read, stacks = uses.tensors[opened], uses.stacks[opened]
+        read, members = uses.tensors[opened], uses.members[opened]
         for partner in uses.partners(opened):
             partner_names = {} if partner is None else in_result[partner]
             missing |= dict.fromkeys(
@@ -132,9 +126,8 @@ def losses(tensors: OpenTensors) -> list[Loss]:
                 for name, stored in stored_names.items()
                 if name not in names
                 and name not in partner_names
-                # Layers of a stack are read unless they were not selected: alignment with those of
-                # another checkpoint then leaves some out.
-                and (partner is not None and _unnumbered(stored) in stacks) == (stored in read)
+                # Layers that alignment with another checkpoint left out are read with their stack.
+                and (stored not in read or (partner is not None and stored in members))
             )
         if missing:
             result.append(Loss(base_name(opened.source), len(stored_names), list(missing)))

@@ -78,7 +78,7 @@ def split_nested(storage_options: Mapping[str, Any] | None) -> tuple[dict[str, A
 def open_store(
     url: str, options: Mapping[str, Any], limits: Limits, *, retries: int = 0
 ) -> tuple[Any, str]:
-    """Return the store of an object and its path in it; `options` are those of `split_nested`."""
+    """Return the store of an object and its path in it; `options` come from `split_nested`."""
     kind = store_kind(url) or "http"
     if kind == "http":
         options = {**_user_in(url), **options}

@@ -496,7 +496,7 @@ class _Edit(NamedTuple):
 
 
 def _edits_to_scales(name: str) -> Iterator[_Edit]:
-    """Yield the changes that may turn the name of codes into that of their scales."""
+    """Yield the changes that may turn the name of codes into the name of scales."""
     stem = name
     if name.endswith(_ENDINGS):
         stem = name.removesuffix(next(ending for ending in _ENDINGS if name.endswith(ending)))

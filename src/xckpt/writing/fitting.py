@@ -74,6 +74,11 @@ class Changes:
         """Add a name to a kind of change."""
         self._names[change][name] = None
 
+    def add_all(self, change: str, names: Iterable[str]) -> None:
+        """Add changes of the same kind."""
+        for name in names:
+            self.add(change, name)
+
     def warn(self, path: str) -> None:
         """Warn of all changes, if there are any."""
         if self._names:

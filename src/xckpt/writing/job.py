@@ -126,7 +126,7 @@ class _ComputedPart(NamedTuple):
     """A dask array, and where it is computed into."""
 
     data: Converted
-    file: int  # position among the temporary files, of which the last one is the spool
+    file: int  # position among the temporary files; the spool is the last
     offset: int
 
 
@@ -411,8 +411,7 @@ def plan_job(
         label = os.path.basename(path)  # noqa: PTH119  it may be a URL
         paths = [path, *map(target.companion, plan.companions)]
         superseded = None
-        for name in target.other_shards(plan.companions) if plan.companions else ():
-            fitting.changes.add(_OTHER_SHARDS, name)
+        fitting.changes.add_all(_OTHER_SHARDS, target.other_shards(plan.companions))
         if plan.suffix:
             target.check()  # an existing file is an error, though it is not written
             superseded = label if target.overwrite else None

@@ -106,8 +106,8 @@ class Target(NamedTuple):
             )
 
     def other_shards(self, names: Collection[str]) -> list[str]:
-        """Return the names of shards in the folder other than these."""
-        if is_remote(self.path):
+        """Return the shards in the folder that a new file with these shards leaves there."""
+        if not names or is_remote(self.path):
             return []
         return sorted([path.name for path in self._shards() if path.name not in names])
 

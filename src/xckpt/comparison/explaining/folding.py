@@ -41,7 +41,7 @@ _COUNTER = "num_batches_tracked"
 _EPSILONS = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12)
 # Layers before a norm, and tensors of the other side, that are tried.
 _MOST_LAYERS, _MOST_TARGETS = 8, 4
-# Largest error, relative to the sizes of what is multiplied and added: a few roundings to float32.
+# Largest error, relative to the factors and summands: a few roundings to float32.
 _TOLERANCE = 2.0**-20
 # Largest error of sums that suggest a pair: the rows of half-precision numbers.
 _NEAR = 0.02
@@ -65,7 +65,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class _Norm:
-    """A batch norm: its tensors, what it multiplies by and adds, for each usual epsilon."""
+    """A batch norm: its tensors, its factors and summands, for each usual epsilon."""
 
     name: str
     tensors: tuple[_Tensor, ...]

@@ -428,7 +428,7 @@ def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:
 
 
 def begins_quantised(names: tuple[str, str], order: tuple[Side, Side], size: int) -> bool:
-    """Return whether a quantiser makes the first numbers of one side from those of the other."""
+    """Return whether a quantiser makes the first numbers of one side from the other side."""
     ours, theirs = (
         Side(part_of(side.view, (0,) * len(side.view.shape), (1, size)), side.tensor)
         for side in order

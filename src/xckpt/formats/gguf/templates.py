@@ -29,7 +29,7 @@ _ESCAPE = re.compile(
     r"|N\{((?:LOW LINE|low line))\})"
 )
 _UNDERSCORES = re.compile(r"_+|.*__[a-z_]+__.*", re.DOTALL | re.IGNORECASE)
-# Names that lead from a value to other objects, of which a text may be a piece.
+# Names, or ends of names, that lead from a value to other objects.
 _LEADING = "base bases builtins call class code closure dict func getattribute globals import init"
 _LEADING += " kwdefaults loader mro reduce reduce_ex self subclasses wrapped"
 _NAMES = [f"__{name}__" for name in _LEADING.split()]

@@ -353,7 +353,7 @@ def _frame(m: Machine) -> None:
 
 
 def _digits(m: Machine, text: bytes, *bases: int) -> int:
-    # Python reads the bases of its own literals, and octal digits after a 0.
+    # Python reads the prefixes of its literals, and octal digits after a 0.
     if re.fullmatch(rb"\s*[-+]?[0-9][0-9a-zA-Z_]*+\s*", text) is not None:
         for base in bases or (10,):
             with suppress(ValueError):  # digits of another base, or more than Python converts

@@ -162,7 +162,7 @@ def _scan_mixed(data: bytes, label: str, notes: kit.Notes, level: int) -> None:
 def _decompressed(data: bytes) -> bytes:
     """Return the first bytes of compressed data, as far as it is intact."""
     pieces, room = [], _LARGEST_INNER
-    with suppress(Exception):  # decoders raise errors of their own, or are missing
+    with suppress(Exception):  # decoders have various errors, or are missing
         decoder, count = _decoder(data), 0
         for start in range(0, len(data), _STEP):
             chunk = data[start : start + _STEP]
@@ -209,7 +209,7 @@ class _Scanner(Machine):
         super().call(function, args)
 
     def set_items(self, items: list[Any]) -> None:
-        """Set items. Python also sets those of lists and storages, and continues."""
+        """Set items. Python also sets items of lists and storages, and continues."""
         if type(self.top()) not in {list, Persistent}:
             super().set_items(items)
 
