@@ -25,21 +25,19 @@ from xckpt.comparison.arrangements import Reshaped, View, cropped, lines_along
 from xckpt.comparison.layouts import Conversion, Piece
 from xckpt.structure.forms import (
     are_in_order,
+    form_in_layer,
     layer_of,
     module_of_flat,
     on_ranks,
     without_wrappers,
 )
-from xckpt.structure.numbering import parse_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from xckpt.typing import Array
 
     Shape = tuple[int, ...]
-    # Words of a name, with None for each number.
-    Template = tuple[str | None, ...]
 
 # Elements that show which tensor begins at a place, and their relative distance after rounding.
 _PROBED, _NEAR = 16, 2.0**-6
@@ -242,26 +240,20 @@ def _in_flat_parameters(
 def _unlike_siblings(found: Mapping[str, _Flat]) -> set[str]:
     """Return the vectors whose tensors or order differ from the vectors of most layers."""
     used = {name for flat in found.values() for name in flat.parameters}
-    siblings: dict[Template, list[str]] = defaultdict(list)
+    siblings: dict[object, list[str]] = defaultdict(list)
     for plain in found:
-        siblings[parse_name(plain).template].append(plain)
+        siblings[form_in_layer(plain)].append(plain)
     unlike = set()
     for group in siblings.values():
-        orders = {plain: _forms(found[plain].parameters) for plain in group}
+        orders = {plain: [*map(form_in_layer, found[plain].parameters)] for plain in group}
         forms = set().union(*orders.values())
         for plain, order in orders.items():
             agreeing = sum([_agree(order, orders[sibling]) for sibling in group]) - 1
             # Zeros instead of a small tensor look like padding.
             free = [name for name in found[plain].candidates if name not in used]
-            if 2 * agreeing < len(group) - 1 or not forms.isdisjoint(_forms(free)):
+            if 2 * agreeing < len(group) - 1 or not forms.isdisjoint(map(form_in_layer, free)):
                 unlike.add(plain)
     return unlike
-
-
-def _forms(names: Iterable[str]) -> list[tuple[Template, tuple[str, ...]]]:
-    """Return names without the numbers of their layers."""
-    parsed = map(parse_name, names)
-    return [(name.template, name.indices[1:]) for name in parsed]
 
 
 def _agree(a: Sequence[object], b: Sequence[object]) -> bool:

@@ -161,7 +161,7 @@ def stored_pair(pair: Any) -> Zip | None:
     if not isinstance(pair, Zip) or pair.identity is None:
         return None
     arrays = pair.first.array, pair.second.array
-    if any(getattr(a, "is_raw", False) or not hasattr(a, "streams") for a in arrays):
+    if any(getattr(a, "is_raw", False) or not hasattr(a, "readers") for a in arrays):
         return None
     if _meaning(pair.first) != _meaning(pair.second):
         return None

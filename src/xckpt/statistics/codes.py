@@ -188,9 +188,9 @@ def clipping(
     for row, (_, quantised) in enumerate(pairs):
         lazy = quantised.array
         if isinstance(lazy, QuantizedArray):
-            part_stream = lazy.readers["scales"]
-            shape = part_stream.part.shape or (prod(lazy.stored_grid),)
-            scales[row] = of_tensor(DenseArray(lazy.name, part_stream, shape), lazy.name)
+            part_reader = lazy.readers["scales"]
+            shape = part_reader.part.shape or (prod(lazy.stored_grid),)
+            scales[row] = of_tensor(DenseArray(lazy.name, part_reader, shape), lazy.name)
     scale_streams = list(scales.values())
     tables = gather(scale_streams, Sketch, count_scales, progress, cache=cache, stretched=True)
     for row, table in zip(scales, tables, strict=True):

@@ -278,6 +278,12 @@ def layer_of(name: str) -> tuple[int, ...]:
     return tuple(map(int, parse_name(name).indices))
 
 
+def form_in_layer(name: str) -> tuple[Template, tuple[str, ...]]:
+    """Return a name without the number of its layer, the outermost one."""
+    parsed = parse_name(name)
+    return parsed.template, parsed.indices[1:]
+
+
 def are_in_order(names: Iterable[str]) -> bool:
     """Return whether layers follow one another, each with its tensors in the same order."""
     layers: dict[tuple[str, ...], list[Any]] = defaultdict(list)
