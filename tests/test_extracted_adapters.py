@@ -145,8 +145,14 @@ class TestExtracting:
         base = rng.normal(size=(500, 400)).astype(ml_dtypes.bfloat16)
         update = rng.normal(size=(500, 3)) @ rng.normal(size=(3, 400)) / 10
         tuned = (base.astype("f8") + update).astype(ml_dtypes.bfloat16)
-        solve, sizes = np.linalg.eigh, []
-        monkeypatch.setattr("numpy.linalg.eigh", lambda a: sizes.append(len(a)) or solve(a))
+        solve = np.linalg.eigh
+        sizes: list[int] = []
+
+        def counted(matrix: Any) -> Any:
+            sizes.append(len(matrix))
+            return solve(matrix)
+
+        monkeypatch.setattr("numpy.linalg.eigh", counted)
         table = xckpt.extract_adapter({name: base}, {name: tuned}, tmp_path / "a", rank=8)
         assert table["rank"].tolist() == [3]
         assert max(sizes) < 400
