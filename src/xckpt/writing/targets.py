@@ -24,7 +24,7 @@ from xckpt.storage.source import components
 from xckpt.writing.fitting import TENSOR_OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.storage.sink import Sink
 
@@ -92,16 +92,12 @@ class Target(NamedTuple):
         if is_remote(self.path):
             return
         file = Path(self.path)
-        shards = self._shards()
-        names: list[str] = []
-        with suppress(OSError):  # opening the file raises the error with its name
-            places = (*shards, Path(self.path + INDEX_SUFFIX))
-            names = [path.name for path in places if path.exists()]
+        names = self._existing(self._shards(), Path(self.path + INDEX_SUFFIX))
         if names:
             # No `FileExistsError`: `overwrite` does not help.
             raise ValueError(
                 f"{file.parent}/ has another checkpoint, which readers would prefer to "
-                f"{file.name}: {some(sorted(names), 'files')}; save into another folder, and "
+                f"{file.name}: {some(names, 'files')}; save into another folder, and "
                 "remove them only once the new file is complete, as it may be computed from them"
             )
 
@@ -109,7 +105,14 @@ class Target(NamedTuple):
         """Return the shards in the folder that a new file with these shards leaves there."""
         if not names or is_remote(self.path):
             return []
-        return sorted([path.name for path in self._shards() if path.name not in names])
+        return [name for name in self._existing(self._shards()) if name not in names]
+
+    @staticmethod
+    def _existing(shards: Iterable[Path], *places: Path) -> list[str]:
+        """Return the names of files that exist, in order."""
+        with suppress(OSError):  # opening the file raises the error with its name
+            return sorted([path.name for path in (*shards, *places) if path.exists()])
+        return []
 
     def _shards(self) -> Iterator[Path]:
         file = Path(self.path.removesuffix(INDEX_SUFFIX))
