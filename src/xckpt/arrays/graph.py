@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
-from itertools import accumulate, chain, pairwise, product, starmap
+from itertools import accumulate, chain, islice, pairwise, product, starmap
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -77,6 +77,17 @@ def lazies_in(array: Any) -> dict[str, LazyArray]:
         return {array.name: lazy}
     layers = array.dask.layers if is_dask_array(array) else {}
     return {n: layer.lazy for n, layer in layers.items() if isinstance(layer, TensorLayer)}
+
+
+def is_computed(array: Any) -> bool:
+    """Return whether an array is computed from lazy arrays, and is none itself."""
+    return lazy_of(array) is None and bool(lazies_in(array))
+
+
+def checkpoints_in(array: Any) -> list[str]:
+    """Return the checkpoints that an array is or is computed from, while it is lazy."""
+    origins = [o for lazy in lazies_in(array).values() for o in islice(lazy.tensor_origins, 1)]
+    return [origin.opened.source for origin in origins if origin.opened is not None]
 
 
 def with_blocks(array: da.Array, change: Callable[[Any], Any]) -> da.Array:

@@ -10,7 +10,6 @@ import math
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import dask
@@ -18,7 +17,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.graph import lazies_in, lazy_of, with_blocks
+from xckpt.arrays.graph import checkpoints_in, is_computed, with_blocks
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
 from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
@@ -228,7 +227,7 @@ class _Change:
 def factor_changes(tensors: OpenTensors) -> dict[str, str]:
     """Return how arithmetic changed the products of adapters, by the names of their bases."""
     arrays = {name: data_of(variable) for name, variable in tensors.variables.items()}
-    computed = {n: a for n, a in arrays.items() if lazies_in(a) and lazy_of(a) is None}
+    computed = {name: array for name, array in arrays.items() if is_computed(array)}
     with suppress(ArithmeticError, ValueError):  # of a function that does not take ones
         factors = {
             (adapter.base, name): _first(with_blocks(computed[name], np.ones_like))
@@ -241,7 +240,7 @@ def factor_changes(tensors: OpenTensors) -> dict[str, str]:
         scales: dict[str, list[float]] = defaultdict(list)
         averaged: Counter[str] = Counter()
         for (base, name), number in numbers.items():
-            averaged[base] += len(_sources(computed[name])) > 1
+            averaged[base] += len({*checkpoints_in(computed[name])}) > 1
             if not math.isclose(number, 1, rel_tol=_ROUNDING):
                 scales[base].append(float(number))
         is_sum = len(tensors.origins(_MOST_TRIED)) > 1
@@ -251,13 +250,6 @@ def factor_changes(tensors: OpenTensors) -> dict[str, str]:
             if len(of_factors) > 1
         }
     return {}
-
-
-def _sources(array: Any) -> set[str]:
-    """Return the files that an array is computed from."""
-    lazies = lazies_in(array).values()
-    opened = [origin.opened for lazy in lazies for origin in islice(lazy.tensor_origins, 1)]
-    return {files.source for files in opened if files is not None}
 
 
 def _first(array: Any) -> Any:

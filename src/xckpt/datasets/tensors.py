@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -13,7 +13,7 @@ import xarray as xr
 from dask.utils import parse_bytes
 
 from xckpt.arrays import read_later
-from xckpt.arrays.graph import TensorLayer, lazies_in, lazy_of
+from xckpt.arrays.graph import TensorLayer, checkpoints_in, lazy_of
 from xckpt.datasets.listing import list_arrays
 from xckpt.datasets.making import make_dataset
 from xckpt.datasets.mappings import as_dataset_of_one
@@ -197,10 +197,7 @@ class OpenTensors:
     def origins(self, most: int) -> list[str]:
         """Return the files that the first variables are computed from, while they are lazy."""
         arrays = [data_of(variable) for variable in islice(self.variables.values(), most)]
-        lazies = [lazy for array in arrays for lazy in lazies_in(array).values()]
-        origins = [origin for lazy in lazies for origin in islice(lazy.tensor_origins, 1)]
-        opened = [origin.opened for origin in origins]
-        return list(dict.fromkeys([files.source for files in opened if files is not None]))
+        return list(dict.fromkeys(chain.from_iterable(map(checkpoints_in, arrays))))
 
     @property
     def encoding(self) -> Mapping[Any, Any]:

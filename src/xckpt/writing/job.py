@@ -469,7 +469,7 @@ def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Dela
     from dask.delayed import Delayed
     from dask.highlevelgraph import HighLevelGraph
 
-    from xckpt.arrays.graph import lazies_in, lazy_of
+    from xckpt.arrays.graph import is_computed
 
     if any(np.isnan(size) for sizes in data.array.chunks for size in sizes):
         raise UnsupportedError(
@@ -487,7 +487,7 @@ def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Dela
         data.name,
         data.order,
         observer,
-        bool(lazies_in(data.array)) and lazy_of(data.array) is None,
+        is_computed(data.array),
     )
     write = partial(_store_block, target)
     name = f"xckpt-write-{uuid4().hex}"
@@ -534,14 +534,12 @@ def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequenc
     return np.array([lost, nans])
 
 
-def _new_nans(
-    stores: Iterable[tuple[Converted, int, int]], lost: Iterable[Array]
-) -> dict[str, int]:
+def _new_nans(stores: Iterable[_ComputedPart], lost: Iterable[Array]) -> dict[str, int]:
     """Return the numbers of NaN by tensor, unless the sources of the first ones have NaN, too."""
     from xckpt.arrays.graph import lazies_in  # which imports dask
 
     pairs = zip(stores, lost, strict=False)
-    counts = [(data, int(count)) for (data, _, _), (_, count) in pairs if count]
+    counts = [(store.data, int(count)) for store, (_, count) in pairs if count]
     new = {}
     for data, count in counts[:_MOST_SOURCES]:
         sources = [lazy_dask_array(lazy) for lazy in lazies_in(data.array).values()]
