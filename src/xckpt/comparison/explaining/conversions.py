@@ -8,11 +8,20 @@ from __future__ import annotations
 from functools import partial
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from xckpt.comparison.arrangements import Cropped, Reshaped, arranged, undone
 from xckpt.comparison.division import divisions
-from xckpt.comparison.explaining.outcome import ALONE, Share, both, of_joint, related, unlike
+from xckpt.comparison.explaining.outcome import (
+    ALONE,
+    Share,
+    SideTensor,
+    both,
+    of_joint,
+    related,
+    tensors_of,
+    unlike,
+)
 from xckpt.comparison.layouts import Conversion, Layouts, Piece
 from xckpt.comparison.names import spelled
 from xckpt.comparison.recurrent import recurrent_joints
@@ -21,7 +30,6 @@ from xckpt.comparison.relations.verification import Link, Side, examine_in_turn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.arrangements import Shape, Step
     from xckpt.comparison.explaining.passes import Explanations, Work
     from xckpt.comparison.relations.verification import Attempt
@@ -30,22 +38,14 @@ if TYPE_CHECKING:
 _MOST_TRIED = 12
 
 
-class _Tensor(NamedTuple):
-    """A tensor, and the number of its case."""
-
-    name: str
-    number: int
-    stream: ElementStream
-
-
 def converted(work: Work) -> Explanations:
     """Explain tensors in the layouts of known conversions."""
     layouts = Layouts(work.places.structures)
     explanations = _pairs(work, layouts)
     for side in (1, 0):
         numbers = [n for n in work.open if n not in explanations]
-        wholes = _tensors(work, numbers, side, {ALONE[side], "shape"})
-        parts = _tensors(work, numbers, 1 - side, {ALONE[1 - side]})
+        wholes = tensors_of(work.cases, numbers, side, {ALONE[side], "shape"})
+        parts = tensors_of(work.cases, numbers, 1 - side, {ALONE[1 - side]})
         explanations |= _recurrent(work, wholes, numbers, side)
         if wholes and parts:
             shapes = _shapes(wholes)
@@ -62,10 +62,10 @@ def converted(work: Work) -> Explanations:
 
 
 def _recurrent(
-    work: Work, wholes: Mapping[str, _Tensor], numbers: Sequence[int], side: int
+    work: Work, wholes: Mapping[str, SideTensor], numbers: Sequence[int], side: int
 ) -> Explanations:
     """Explain recurrent layers of a graph; pairs by name are verified as a whole."""
-    parts = _tensors(work, numbers, 1 - side, {ALONE[1 - side], "shape"})
+    parts = tensors_of(work.cases, numbers, 1 - side, {ALONE[1 - side], "shape"})
     graph, module = work.places.structures[side], work.places.structures[1 - side]
     joints = recurrent_joints(graph, _shapes(wholes), module, _shapes(parts))
     explanations: Explanations = {}
@@ -92,30 +92,17 @@ def _fused(layouts: Layouts, side: int, shapes: Mapping[str, Shape], name: str) 
     return layouts.fused_rows(side, name, shapes[name])
 
 
-def _shapes(tensors: Mapping[str, _Tensor]) -> dict[str, Shape]:
-    return {name: tuple(tensor.stream.array.shape) for name, tensor in tensors.items()}
+def _shapes(tensors: Mapping[str, SideTensor]) -> dict[str, Shape]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _arrays(tensors: Mapping[str, _Tensor]) -> dict[str, Any]:
+def _arrays(tensors: Mapping[str, SideTensor]) -> dict[str, Any]:
     return {name: tensor.stream.array for name, tensor in tensors.items()}
-
-
-def _tensors(
-    work: Work, numbers: Iterable[int], side: int, statuses: set[str]
-) -> dict[str, _Tensor]:
-    """Return the readable tensors of one side whose cases have one of some statuses."""
-    tensors = {}
-    for n in numbers:
-        match = work.cases[n].match
-        stream = match.theirs if side else match.ours
-        if work.cases[n].status in statuses and stream is not None and stream.problem is None:
-            tensors[stream.name] = _Tensor(stream.name, n, stream)
-    return tensors
 
 
 def _pairs(work: Work, layouts: Layouts) -> Explanations:
     """Explain pairs of tensors, by name or by their places."""
-    alone = [_tensors(work, work.open, side, {ALONE[side]}) for side in (0, 1)]
+    alone = [tensors_of(work.cases, work.open, side, {ALONE[side]}) for side in (0, 1)]
     suggestions = layouts.pairs(_shapes(alone[0]), _shapes(alone[1]))
     for n in work.open:
         case = work.cases[n]
@@ -124,8 +111,8 @@ def _pairs(work: Work, layouts: Layouts) -> Explanations:
             both_shapes = tuple(ours.array.shape), tuple(theirs.array.shape)
             chains = layouts.chains(ours.name, theirs.name, both_shapes)
             if chains and not work.is_aligned(n):
-                alone[0][ours.name] = _Tensor(ours.name, n, ours)
-                alone[1][theirs.name] = _Tensor(theirs.name, n, theirs)
+                alone[0][ours.name] = SideTensor(n, ours)
+                alone[1][theirs.name] = SideTensor(n, theirs)
                 suggestions.append((ours.name, theirs.name, chains))
     conversions = [
         [Conversion((Piece(a, b, steps),), key=(steps,)) for steps in chains]
@@ -145,8 +132,8 @@ def _pairs(work: Work, layouts: Layouts) -> Explanations:
 def _verified(
     work: Work,
     suggestions: Iterable[Sequence[Conversion]],
-    wholes: Mapping[str, _Tensor],
-    parts: Mapping[str, _Tensor],
+    wholes: Mapping[str, SideTensor],
+    parts: Mapping[str, SideTensor],
     side: int,
 ) -> Iterable[Attempt[Conversion]]:
     """Return the best conversion of each suggestion, after verifying them in turn."""
@@ -161,8 +148,8 @@ def _verified(
 def _link(
     work: Work,
     piece: Piece,
-    wholes: Mapping[str, _Tensor],
-    parts: Mapping[str, _Tensor],
+    wholes: Mapping[str, SideTensor],
+    parts: Mapping[str, SideTensor],
     side: int,
 ) -> Link:
     """Return a link between the elements of a piece in both tensors, readable in either order."""
@@ -203,8 +190,8 @@ def _run_of(shape: tuple[int, ...], steps: Sequence[Step]) -> int | None:
 def _described(
     work: Work,
     attempt: Attempt[Conversion],
-    wholes: Mapping[str, _Tensor],
-    parts: Mapping[str, _Tensor],
+    wholes: Mapping[str, SideTensor],
+    parts: Mapping[str, SideTensor],
     side: int,
 ) -> Explanations:
     """Explain the tensors of a conversion; a piece that does not hold is a change."""

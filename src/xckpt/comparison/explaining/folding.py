@@ -20,13 +20,19 @@ import numpy as np
 
 from xckpt.arrays.lazy import dense_values
 from xckpt.comparison.arrangements import read_box
-from xckpt.comparison.explaining.outcome import ALONE, SIDES, Explanation, quoted
+from xckpt.comparison.explaining.outcome import (
+    ALONE,
+    SIDES,
+    Explanation,
+    SideTensor,
+    quoted,
+    tensors_of,
+)
 from xckpt.comparison.relations.rounding import FRACTION_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.explaining.passes import Explanations, Work
     from xckpt.typing import Array
 
@@ -50,25 +56,12 @@ _SMALLEST_HALF = 2.0**-25  # half a step between subnormal numbers of float16
 _BLOCK_NBYTES = 8 << 20
 
 
-class _Tensor(NamedTuple):
-    number: int
-    stream: ElementStream
-
-    @property
-    def name(self) -> str:
-        return self.stream.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.stream.array.shape)
-
-
 @dataclass(frozen=True)
 class _Norm:
     """A batch norm: its tensors, its factors and summands, for each usual epsilon."""
 
     name: str
-    tensors: tuple[_Tensor, ...]
+    tensors: tuple[SideTensor, ...]
     variance: Array
     mean: Array
     gain: Array
@@ -83,10 +76,10 @@ class _Fold(NamedTuple):
     """A layer and a norm of one side that two tensors of the other side combine."""
 
     norm: _Norm
-    weight: _Tensor
-    bias: _Tensor | None
-    new_weight: _Tensor
-    new_bias: _Tensor
+    weight: SideTensor
+    bias: SideTensor | None
+    new_weight: SideTensor
+    new_bias: SideTensor
 
 
 def folded(work: Work) -> Explanations:
@@ -102,21 +95,13 @@ def folded(work: Work) -> Explanations:
     return explanations
 
 
-def _open(work: Work, side: int) -> list[_Tensor]:
+def _open(work: Work, side: int) -> list[SideTensor]:
     """Return the unexplained tensors of a side with floating-point numbers, in their order."""
-    tensors = []
-    for n in work.open:
-        match = work.cases[n].match
-        stream = match.theirs if side else match.ours
-        statuses = {"changed", "shape", ALONE[side]}
-        if work.cases[n].status not in statuses or stream is None or stream.problem is not None:
-            continue
-        if stream.array.dtype.name in FRACTION_BITS and stream.size:
-            tensors.append(_Tensor(n, stream))
-    return tensors
+    tensors = tensors_of(work.cases, work.open, side, {"changed", "shape", ALONE[side]}).values()
+    return [t for t in tensors if t.stream.array.dtype.name in FRACTION_BITS and t.stream.size]
 
 
-def _norms(tensors: Mapping[str, _Tensor], alone: Mapping[str, _Tensor]) -> Iterator[_Norm]:
+def _norms(tensors: Mapping[str, SideTensor], alone: Mapping[str, SideTensor]) -> Iterator[_Norm]:
     """Yield the batch norms whose variances only one side has."""
     for name, tensor in alone.items():
         for variance, *leaves in _LEAVES:
@@ -140,12 +125,12 @@ def _norms(tensors: Mapping[str, _Tensor], alone: Mapping[str, _Tensor]) -> Iter
             break
 
 
-def _values(tensor: _Tensor) -> Array:
+def _values(tensor: SideTensor) -> Array:
     return next(values for _, values in _rows(tensor))[:, 0]
 
 
 def _folds(
-    norms: Sequence[_Norm], ours: Sequence[_Tensor], theirs: Sequence[_Tensor]
+    norms: Sequence[_Norm], ours: Sequence[SideTensor], theirs: Sequence[SideTensor]
 ) -> Iterator[_Fold]:
     """Yield the folds that hold for every element."""
     positions = {tensor.name: n for n, tensor in enumerate(ours)}
@@ -171,10 +156,10 @@ def _folds(
 
 def _fold(
     norm: _Norm,
-    weight: _Tensor,
-    bias: _Tensor | None,
-    theirs: Sequence[_Tensor],
-    sums: Callable[[_Tensor], Array],
+    weight: SideTensor,
+    bias: SideTensor | None,
+    theirs: Sequence[SideTensor],
+    sums: Callable[[SideTensor], Array],
 ) -> _Fold | None:
     """Return the fold of a norm into a layer; None if no tensors of the other side have it."""
     channels = len(norm.mean)
@@ -208,7 +193,7 @@ def _fold(
     return folds[0] if is_certain else None
 
 
-def _row_sums(tensor: _Tensor) -> Array:
+def _row_sums(tensor: SideTensor) -> Array:
     """Return the sum of each row of a tensor."""
     sums = [rows.sum(axis=1) for _, rows in _rows(tensor)]
     return np.concatenate(sums)
@@ -219,7 +204,7 @@ def _distance(first: Array, second: Array) -> float:
     return float(np.linalg.norm(first - second)) / size if size > 0 else 1.0
 
 
-def _rows(tensor: _Tensor) -> Iterator[tuple[slice, Array]]:
+def _rows(tensor: SideTensor) -> Iterator[tuple[slice, Array]]:
     """Yield blocks of rows of a tensor as matrices."""
     rows, inner = tensor.shape[0], prod(tensor.shape[1:])
     step = max(_BLOCK_NBYTES // (8 * max(inner, 1)), 1)
@@ -231,14 +216,14 @@ def _rows(tensor: _Tensor) -> Iterator[tuple[slice, Array]]:
 
 
 def _blocks(
-    weight: _Tensor, target: _Tensor, scale: Array
-) -> Iterator[tuple[Array, Array, Array, _Tensor]]:
+    weight: SideTensor, target: SideTensor, scale: Array
+) -> Iterator[tuple[Array, Array, Array, SideTensor]]:
     for (part, old), (_, new) in zip(_rows(weight), _rows(target), strict=True):
         expected = old * scale[part, None]
         yield expected, np.abs(expected), new, target
 
 
-def _are_near(expected: Array, size: Array, values: Array, tensor: _Tensor) -> bool:
+def _are_near(expected: Array, size: Array, values: Array, tensor: SideTensor) -> bool:
     """Return whether numbers are those expected, to within the errors of their arithmetic."""
     bits = FRACTION_BITS[tensor.stream.array.dtype.name]
     bound = _TOLERANCE * size + 2.0 ** -(min(bits, 23) + 1) * np.abs(expected)

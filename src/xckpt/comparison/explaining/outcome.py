@@ -29,10 +29,10 @@ from xckpt.statistics.tables import EXPLANATION_COLUMNS, EXPLANATION_TEXTS
 from xckpt.statistics.views import cause_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from xckpt.arrays.streams import ElementStream
-    from xckpt.comparison.arrangements import Step
+    from xckpt.comparison.arrangements import Shape, Step
     from xckpt.comparison.classify import Places
     from xckpt.comparison.pairs import Match
     from xckpt.comparison.relations.causes import Relation
@@ -89,6 +89,35 @@ class Case:
     def alone(self) -> ElementStream | None:
         """The tensor, if only one side has it."""
         return {"only_a": self.match.ours, "only_b": self.match.theirs}.get(self.status)
+
+
+class SideTensor(NamedTuple):
+    """A tensor of one side, and the number of its case."""
+
+    number: int
+    stream: ElementStream
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor."""
+        return self.stream.name
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the tensor."""
+        return tuple(self.stream.array.shape)
+
+
+def tensors_of(
+    cases: Sequence[Case], numbers: Iterable[int], side: int, statuses: set[str]
+) -> dict[str, SideTensor]:
+    """Return the readable tensors of one side whose cases have one of some statuses, by name."""
+    tensors = {}
+    for n in numbers:
+        stream = cases[n].match.theirs if side else cases[n].match.ours
+        if cases[n].status in statuses and stream is not None and stream.problem is None:
+            tensors[stream.name] = SideTensor(n, stream)
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)
