@@ -58,7 +58,6 @@ class Places:
         )
         self.types = {*types[0], *types[1]}
         self._places: dict[tuple[int, str], Place | None] = {}
-        self._last_stages: dict[int, int] = {}
 
     def place(self, side: int, name: str) -> Place | None:
         """Return the place of a tensor of a side in its family; None if it is unknown."""
@@ -94,8 +93,8 @@ class Places:
         place = self.place(side, name)
         if place is None or not place.slot:
             return None
-        numbers = [numbers[_slot_of(place)] for numbers in self._numbers]
-        if not (numbers[0] <= numbers[1] or numbers[1] <= numbers[0]):
+        ours, theirs = (numbers_of[_slot_of(place)] for numbers_of in self._numbers)
+        if not (ours <= theirs or theirs <= ours):
             return None  # the sides count from different numbers
         return *_slot_of(place), self._indices(side, place)
 
@@ -112,24 +111,21 @@ class Places:
 
     def _indices(self, side: int, place: Place) -> tuple[int, ...]:
         """Return the numbers of a place, with stages counted from the first."""
-        top = self._last_stage(side) if place.is_backwards else None
+        top = self._last_stages[side]
         return tuple([
-            number if top is None or index != _STAGE else top - number
+            top - number if place.is_backwards and index == _STAGE else number
             for index, number in place.indices
         ])  # fmt: skip
 
-    def _last_stage(self, side: int) -> int:
-        """Return the highest number of the stages that are numbered from the last to the first."""
-        if side not in self._last_stages:
-            places = [self.place(side, name) for name in self.structures[side]]
-            self._last_stages[side] = max(
-                number
-                for place in places
-                if place is not None and place.is_backwards
-                for index, number in place.indices
-                if index == _STAGE
-            )
-        return self._last_stages[side]
+    @cached_property
+    def _last_stages(self) -> list[int]:
+        """The highest number of the stages of each side that are numbered from the last one."""
+        tops = []
+        for side, structure in enumerate(self.structures):
+            places = filter(None, [self.place(side, name) for name in structure])
+            indices = [dict(place.indices) for place in places if place.is_backwards]
+            tops.append(max([numbers.get(_STAGE, 0) for numbers in indices], default=0))
+        return tops
 
     def agree(self, a: str, b: str) -> bool:
         """Return whether two tensors are known to have the same place."""

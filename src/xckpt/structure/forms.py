@@ -294,7 +294,7 @@ def are_in_order(names: Iterable[str]) -> bool:
         if numbers < last.get(parsed.template, ()):
             return False
         last[parsed.template] = numbers
-        layers[parsed.indices[:1]].append((parsed.template, parsed.indices[1:]))
+        layers[parsed.indices[:1]].append(form_in_layer(name))
     layers.pop((), None)
     orders: dict[frozenset[Any], set[tuple[Any, ...]]] = defaultdict(set)
     for members in layers.values():

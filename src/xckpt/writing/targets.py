@@ -24,7 +24,7 @@ from xckpt.storage.source import components
 from xckpt.writing.fitting import TENSOR_OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from xckpt.storage.sink import Sink
 
@@ -92,7 +92,7 @@ class Target(NamedTuple):
         if is_remote(self.path):
             return
         file = Path(self.path)
-        names = self._existing(self._shards(), Path(self.path + INDEX_SUFFIX))
+        names = self._shards_and(Path(self.path + INDEX_SUFFIX))
         if names:
             # No `FileExistsError`: `overwrite` does not help.
             raise ValueError(
@@ -105,18 +105,15 @@ class Target(NamedTuple):
         """Return the shards in the folder that a new file with these shards leaves there."""
         if not names or is_remote(self.path):
             return []
-        return [name for name in self._existing(self._shards()) if name not in names]
+        return [name for name in self._shards_and() if name not in names]
 
-    @staticmethod
-    def _existing(shards: Iterable[Path], *places: Path) -> list[str]:
-        """Return the names of files that exist, in order."""
-        with suppress(OSError):  # opening the file raises the error with its name
-            return sorted([path.name for path in (*shards, *places) if path.exists()])
-        return []
-
-    def _shards(self) -> Iterator[Path]:
+    def _shards_and(self, *paths: Path) -> list[str]:
+        """Return the names of existing shards and of other existing files, in order."""
         file = Path(self.path.removesuffix(INDEX_SUFFIX))
-        return file.parent.glob(f"{escape(file.stem)}-*-of-*{escape(file.suffix)}")
+        shards = file.parent.glob(f"{escape(file.stem)}-*-of-*{escape(file.suffix)}")
+        with suppress(OSError):  # opening the file raises the error with its name
+            return sorted([path.name for path in (*shards, *paths) if path.exists()])
+        return []
 
     def check(self) -> None:
         """Raise the error that writing the file would begin with."""
