@@ -61,12 +61,20 @@ _PANEL = 512
 _SQUARES = 1e-200, 1e300
 # With fewer columns, computing all values takes no longer.
 _FEWEST_FOR_LANCZOS = 64
-# Subspace iteration for some eigenvectors: directions beyond them, the least number of columns for
-# each direction, and iterations. With fewer columns or more iterations, all of them are as fast.
-_MORE_DIRECTIONS, _FEWEST_TIMES, _MOST_ITERATIONS = 16, 16, 40
+# Largest singular values: columns of a block beyond their number, and at most; columns of all
+# blocks, in blocks and in singular values. With more, all values are as quick.
+_MORE_DIRECTIONS, _MOST_DIRECTIONS, _MOST_BLOCKS, _MOST_TIMES = 16, 64, 16, 4
+# They are tested whenever the columns have grown this much, until their sum lacks no more than this
+# share of all squares.
+_GROWTH, _MISSING = 1.25, 1e-6
+# Largest matrix that is kept in memory as float32, and the range of its sum of squares.
+_KEPT_NBYTES = 256 << 20
+_SQUARES_OF_SINGLE = 1e-20, 1e20
 # Mask of the exponent of a float64, and length of the fraction of a float16.
 _EXPONENT = np.uint64(0x7FF0000000000000)
 _FRACTION_OF_HALF = 10
+# Elements whose rounding is estimated at once.
+_NOISE_ELEMENTS = 1 << 15
 # The least number of elements in a tail.
 _FEWEST_IN_TAIL = 2
 
@@ -149,16 +157,24 @@ def best_factors(
     `choose` returns the number of values, given their squares and the sum of all squares. The first
     pass over the blocks completes `noise`.
     """
-    gram = _gram(blocks, 1.0, threads)
-    total = float(np.trace(gram).real)
+    rows = _Rows(blocks)
+    total = rows.total
     if not _SQUARES[0] < total < _SQUARES[1]:
         nothing = np.zeros((0, 0))
         return Factorized(nothing, nothing, 0.0 if total <= _SQUARES[0] else math.nan, 0.0)
     squared = noise.floor() ** 2
     floor = squared if squared == squared else 0.0  # noqa: PLR0124  unknown rounding
-    # One more tells whether others are left out.
-    squares, vectors = _largest_eigenvalues(gram, most + 1, floor)
-    is_above = squares > max(floor, _HIDDEN * squares[0])
+
+    def choose_count(squares: Array) -> int:
+        return choose(squares, total)
+
+    largest = _largest_values(rows, choose_count, most, floor)
+    if largest is None:
+        squares, vectors = np.linalg.eigh(_gram(blocks, 1.0, threads))
+        largest = squares[::-1], vectors[:, ::-1]
+    squares, vectors = largest
+    # One more than `most` tells whether others are left out.
+    is_above = squares[: most + 1] > max(floor, _HIDDEN * squares[0])
     available = squares[: max(1, np.count_nonzero(is_above))]
     rank = choose(available, total)
     basis = vectors[:, :rank]
@@ -175,31 +191,102 @@ def best_factors(
     )
 
 
-def _largest_eigenvalues(gram: Array, count: int, floor: float) -> tuple[Array, Array]:
-    """Return at least the `count` largest eigenvalues, largest first, and their eigenvectors.
+class _Rows:
+    """A matrix for products in float32, kept in memory unless it is large."""
 
-    Those below the floor may be inexact. The matrix is one of `_gram`, and is completed in place.
+    def __init__(self, blocks: Callable[[], Iterable[Array]]) -> None:
+        self._read = blocks
+        self._kept: list[Array] | None = []
+        #: Sum of the squares.
+        self.total = 0.0
+        self.shape = 0, 0
+        for block in blocks():
+            rows = _wide(block)
+            self.total += float(np.vdot(rows, rows).real)
+            self.shape = self.shape[0] + len(rows), rows.shape[1]
+            if 4 * math.prod(self.shape) > _KEPT_NBYTES:
+                self._kept = None
+            if self._kept is not None:
+                with np.errstate(over="ignore"):
+                    self._kept.append(_narrow(rows))
+
+    @property
+    def is_in_range(self) -> bool:
+        """Whether products in float32 neither overflow nor lose precision."""
+        return _SQUARES_OF_SINGLE[0] < self.total < _SQUARES_OF_SINGLE[1]
+
+    def _blocks(self) -> Iterable[Array]:
+        return map(_narrow, self._read()) if self._kept is None else self._kept
+
+    def times(self, vectors: Array) -> Array:
+        """Return the product of the matrix and some columns."""
+        narrow = _narrow(vectors)
+        return _wide(np.concatenate([block @ narrow for block in self._blocks()]))
+
+    def transposed_times(self, vectors: Array) -> Array:
+        """Return the product of the adjoint matrix and some columns."""
+        narrow, first = _narrow(vectors), 0
+        product = np.zeros((self.shape[1], vectors.shape[1]), vectors.dtype)
+        for block in self._blocks():
+            product += block.conj().T @ narrow[first : first + len(block)]
+            first += len(block)
+        return product
+
+
+def _largest_values(
+    rows: _Rows, choose_count: Callable[[Array], int], most: int, floor: float
+) -> tuple[Array, Array] | None:
+    """Return squares of the largest singular values, and their right vectors.
+
+    Those beyond the count, or below the floor, are inexact. Return None if all are as quick.
     """
-    # Subspace iteration: Golub and Van Loan, Matrix Computations, section 8.2.4. A few products are
-    # much faster than all eigenvectors, and enough if the values fall.
-    width = count + max(_MORE_DIRECTIONS, count // 2)
-    if width * _FEWEST_TIMES <= len(gram):
-        for first in range(0, len(gram), _PANEL):  # in place: it may be large
-            last = first + _PANEL
-            gram[first:last, last:] = gram[last:, first:last].conj().T
-        start = np.random.default_rng(0).standard_normal((len(gram), width))
-        basis = np.linalg.qr(gram @ start)[0]
-        for _ in range(_MOST_ITERATIONS):
-            image = gram @ basis
-            squares, turn = np.linalg.eigh(basis.conj().T @ image)
-            squares, vectors = squares[::-1], basis @ turn[:, ::-1]
-            residuals = np.linalg.norm(image @ turn[:, ::-1] - vectors * squares, axis=0)
-            is_exact = residuals <= _ACCURACY * np.maximum(squares, _HIDDEN * squares[0])
-            if (is_exact | (squares + residuals < floor))[:count].all():
+    # Block Golub-Kahan bidiagonalisation with full orthogonalisation: Golub, Luk and Overton, A
+    # block Lanczos method for computing the singular values of a matrix, ACM TOMS 7, 149 (1981).
+    columns = rows.shape[1]
+    width = min(most + _MORE_DIRECTIONS, _MOST_DIRECTIONS)
+    highest = min(columns // 2, max(_MOST_BLOCKS * width, _MOST_TIMES * most))
+    if 2 * width > highest or not rows.is_in_range:
+        return None
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal((columns, width))
+    right, left, image = (np.zeros((size, 0)) for size in (columns, rows.shape[0], columns))
+    inner = np.zeros((0, 0))
+    tested = 0
+    for size in range(width, highest + 1, width):
+        right, _ = _extended(right, start)
+        left, column = _extended(left, rows.times(right[:, -width:]))
+        inner = np.hstack([np.pad(inner, ((0, width), (0, 0))), column])
+        image = np.hstack([image, rows.transposed_times(left[:, -width:])])
+        if size > width and size >= _GROWTH * tested:
+            tested = size
+            u, values, v = np.linalg.svd(inner)
+            squares, vectors = np.square(values), right @ v.conj().T
+            residuals = np.linalg.norm(image @ u - vectors * values, axis=0) * values
+            is_rounding = squares + residuals < max(2 * floor, _HIDDEN * squares[0])
+            above = int(np.argmax(is_rounding)) if is_rounding.any() else size
+            count = min(choose_count(squares), above)
+            if count < size and _error_of_sum(squares, residuals, count) <= _MISSING * rows.total:
                 return squares, vectors
-            basis = np.linalg.qr(image)[0]
-    squares, vectors = np.linalg.eigh(gram)
-    return squares[::-1], vectors[:, ::-1]
+        # Where the matrix has no more directions, any others do.
+        length = np.linalg.norm(image[:, -width:]) / math.sqrt(columns)
+        start = image[:, -width:] + _EPSILON * length * rng.standard_normal((columns, width))
+    return None
+
+
+def _extended(basis: Array, vectors: Array) -> tuple[Array, Array]:
+    """Return a basis with the directions of more vectors, and the coordinates of these vectors."""
+    added = vectors
+    for _ in range(3):  # once leaves rounding, and twice does not suffice if little else is left
+        added = np.linalg.qr(added - basis @ (basis.conj().T @ added))[0]
+    extended = np.hstack([basis, added])
+    return extended, extended.conj().T @ vectors
+
+
+def _error_of_sum(squares: Array, residuals: Array, count: int) -> float:
+    """Estimate what the sum of the first squares lacks, given the residuals of their vectors."""
+    # Parlett, The symmetric eigenvalue problem, theorem 11.7.1.
+    gaps = np.maximum(squares[:count] - squares[count], np.finfo(np.float64).tiny)
+    return float(np.minimum(residuals[:count], np.square(residuals[:count]) / gaps).sum())
 
 
 def factors_of_product(
@@ -283,6 +370,10 @@ def _wide(block: Array) -> Array:
     return block.astype(np.complex128 if block.dtype.kind == "c" else np.float64)
 
 
+def _narrow(block: Array) -> Array:
+    return block.astype(np.complex64 if block.dtype.kind == "c" else np.float32)
+
+
 def describe_values(
     values: Array, shape: tuple[int, int], epsilon: float, noise: float = 0.0
 ) -> list[float]:
@@ -364,11 +455,13 @@ class _RoundingSums:
 
     def add(self, block: Array) -> None:
         """Add a block of rows."""
-        numbers = _wide(block)
-        if numbers.dtype.kind == "c":  # the errors of both parts add up
-            self.add_numbers(np.stack([numbers.real, numbers.imag]))
-        else:
-            self.add_numbers(numbers[None])
+        step = max(1, _NOISE_ELEMENTS // max(1, block.shape[1]))
+        for first in range(0, len(block), step):  # in the caches of the processor
+            numbers = _wide(block[first : first + step])
+            if numbers.dtype.kind == "c":  # the errors of both parts add up
+                self.add_numbers(np.stack([numbers.real, numbers.imag]))
+            else:
+                self.add_numbers(numbers[None])
 
     def add_numbers(self, parts: Array) -> None:
         """Add the parts of a block of rows, along the first axis."""
