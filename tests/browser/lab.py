@@ -6,20 +6,15 @@ import json
 import os
 import secrets
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.request
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.browser.server import Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from typing import Self
+    from pathlib import Path
 
     from playwright.sync_api import Browser, BrowserContext, Page, Request
 
@@ -49,7 +44,6 @@ _SETTINGS = {
     # All cells are in the page, also those that are out of sight.
     "notebook-extension/tracker": {"windowingMode": "none"},
 }
-_SECONDS_TO_START = 90
 _IDLE = """() => {
   const status = document.querySelector('#jp-main-statusbar')?.textContent ?? '';
   const kernel = document.querySelector('.jp-Toolbar-kernelName')?.textContent ?? 'No Kernel';
@@ -64,8 +58,8 @@ _ALL_RAN = """() => {
 }"""
 
 
-class Lab:
-    """A server with a separate home, so that the user's settings are neither read nor written.
+class Lab(Server):
+    """A JupyterLab server with a separate home, so that the user's settings are not used.
 
     Parameters
     ----------
@@ -83,66 +77,38 @@ class Lab:
         theme: str = "JupyterLab Light",
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.root = root
-        self.theme = theme
-        self._environment = environment or {}
+        super().__init__(root, environment)
         self._token = secrets.token_hex(16)
-        self._port = _free_port()
-        self._home = Path(tempfile.mkdtemp(prefix="xckpt-lab-"))
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self._port}"
+        themes = {"apputils-extension/themes": {"theme": theme}}
+        for plugin, settings in (_SETTINGS | themes).items():
+            file = self.home / "settings" / "@jupyterlab" / f"{plugin}.jupyterlab-settings"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(settings))
 
     def page_of(self, notebook: str) -> str:
         """Give the URL of a notebook in an empty workspace."""
         return f"{self.url}/lab/tree/{notebook}?reset&token={self._token}"
 
-    def __enter__(self) -> Self:
-        self._write_settings()
-        with (self._home / "log").open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603  our own arguments
-                self._command(),
-                env=self._variables(),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            self._wait()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    def status_url(self) -> str:
+        """Return the address of its state."""
+        return f"{self.url}/api/status?token={self._token}"
 
-    def __exit__(self, *_: object) -> None:
-        # The server ends its kernels.
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(15)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        shutil.rmtree(self._home, ignore_errors=True)
-
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
+        """Return a command that asks neither PyPI nor GitHub."""
         return [
             *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
-            *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={self._port}"),
+            *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={self.port}"),
             *("--ServerApp.port_retries=0", f"--IdentityProvider.token={self._token}"),
             f"--ServerApp.root_dir={self.root}",
-            # Nothing asks PyPI or GitHub.
             "--LabApp.news_url=None",
             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
             "--LabApp.extension_manager=readonly",
         ]
 
-    def _variables(self) -> dict[str, str]:
-        home = self._home
+    def variables(self) -> dict[str, str]:
+        """Return its environment variables, with folders of its own."""
+        home = self.home
         return {
-            **os.environ,
-            "HOME": str(home),
             "IPYTHONDIR": str(home / "ipython"),
             "JUPYTER_CONFIG_DIR": str(home / "config"),
             "JUPYTER_DATA_DIR": str(home / "data"),
@@ -150,36 +116,7 @@ class Lab:
             "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
             "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
             "JUPYTER_PLATFORM_DIRS": "1",
-            "NO_PROXY": "127.0.0.1,localhost",
-            "XCKPT_CACHE_DIR": str(home / "cache"),
-            **self._environment,
-        }
-
-    def _write_settings(self) -> None:
-        themes = {"apputils-extension/themes": {"theme": self.theme}}
-        for plugin, settings in (_SETTINGS | themes).items():
-            file = self._home / "settings" / "@jupyterlab" / f"{plugin}.jupyterlab-settings"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(settings))
-
-    def _wait(self) -> None:
-        stop = time.monotonic() + _SECONDS_TO_START
-        while time.monotonic() < stop and self._process.poll() is None:
-            try:
-                address = f"{self.url}/api/status?token={self._token}"
-                with urllib.request.urlopen(address, timeout=2):  # noqa: S310  our own server
-                    return
-            except OSError:
-                time.sleep(0.2)
-        log = (self._home / "log").read_text(errors="replace")
-        raise RuntimeError(f"JupyterLab did not start:\n{log[-3000:]}")
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+        } | super().variables()
 
 
 @contextmanager
