@@ -241,9 +241,21 @@ class Store:
         assert self.server.requests
         return result
 
+    def wait_for_processes(self) -> None:
+        """Wait until both processes run, again if some were killed."""
+        # A process is known to the scheduler a little before its nanny knows that it has started.
+        # A nanny gives up on a process that dies in between, for ever.
+        nannies = list(self.client.cluster.workers.values())
+        while True:
+            processes = [nanny.process for nanny in nannies]
+            running = [p for p in processes if p is not None and p.status.name == "running"]
+            if len(running) == len(self.client.nthreads()) == len(nannies):
+                return
+            time.sleep(0.05)
+
     def kill(self, requests: int, count: int) -> threading.Thread:
         """Kill some processes once the store has received some requests."""
-        self.client.wait_for_workers(2)
+        self.wait_for_processes()
         victims = list(self.client.run(os.getpid).values())[:count]
         self.server.forget()
 
