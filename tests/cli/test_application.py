@@ -14,6 +14,7 @@ import pytest
 import xckpt
 from tests.hostile_names import HOSTILE
 from xckpt.cli import main
+from xckpt.cli.common import complain
 from xckpt.errors import IntegrityError, UnsupportedError, deprecated_name
 
 if TYPE_CHECKING:
@@ -251,6 +252,28 @@ def test_advice_uses_options_of_the_command_line(
     assert "--cast allow" in errors_of(*convert, "float16")
     assert "--option version=2" in errors_of(*convert, "float8_e4m3fn", "--cast", "allow")
     assert "--engine ztensor" in errors_of("info", str(checkpoint), "--engine", "safetensors")
+    unreachable = errors_of("info", "http://127.0.0.1:1/m.zt", "--storage-option", "retries=0")
+    assert "repeat more often: --storage-option retries=..." in unreachable
+
+
+def test_an_argument_too_many_is_answered_with_what_is_meant(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(checkpoint)
+    assert main(["stats", file, "norm"]) == 2
+    assert "'norm' is one argument too many; to select tensors: --tensors '*norm*'" in (
+        capsys.readouterr().err
+    )
+    assert main(["compare", file, file, file]) == 2
+    assert "one argument too many; compare takes A B and options" in capsys.readouterr().err
+
+
+def test_messages_state_several_storage_options(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("pass storage_options={'anon': True}, or storage_options={'timeout': 4.0, 'k': 'v'}")
+    assert capsys.readouterr().err == (
+        "xckpt: pass --storage-option anon=true, or --storage-option timeout=4.0 --storage-option "
+        "k=v\n"
+    )
 
 
 _FORMAT_ONLY = {"dask.array", "numba", "pandas", "scipy", "xarray"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -225,6 +226,16 @@ def test_without_textual(
     assert "pip install 'xckpt[browse]'" in capsys.readouterr().err
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_a_terminal(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["browse", path]) == 2
+    assert "needs a terminal; 'xckpt info'" in capsys.readouterr().err
+
+
 def test_the_command_opens_both_files(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Browser] = []
 
@@ -232,5 +243,7 @@ def test_the_command_opens_both_files(path: str, monkeypatch: pytest.MonkeyPatch
         started.append(app)
 
     monkeypatch.setattr(Browser, "run", run)
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(sys, stream, Terminal())
     assert main(["browse", path, path, "--tensors", "layers.*"]) == 0
     assert started[0].pages.names == ["layers.0.w", "layers.0.b", "layers.1.w", "layers.10.w"]

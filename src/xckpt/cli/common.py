@@ -185,6 +185,7 @@ class FileInput:
 def complain(message: str) -> None:
     """Print a message to standard error, with unprintable characters escaped."""
     message = _OPEN_IN_PYTHON.sub(r"'xckpt \1'", _IN_PYTHON.sub(_as_option, message))
+    message = _STORAGE_OPTIONS.sub(_as_storage_options, message)
     message = message.replace("skip_unreadable=True", "--skip-unreadable")
     message = message.replace("dtype=, ds.drop_encoding() writes", "--dtype, xckpt writes")
     message = _STEPS_IN_PYTHON.sub(r"'xckpt steps \1'", message)
@@ -197,6 +198,17 @@ _STEPS_IN_PYTHON = re.compile(r"\bxckpt\.open_steps\('([^']*)'\)")
 _IN_PYTHON = re.compile(
     rf"\b(cast|names|engine|version)='(exact|allow|never|auto|[0-9.]+|{'|'.join(names())})'"
 )
+
+_STORAGE_OPTIONS = re.compile(r"\bstorage_options=\{(.*?)\}")
+_STORAGE_OPTION = re.compile(r"'(\w+)': '?([^',]+)'?(?:, )?")
+
+
+def _as_storage_options(match: re.Match[str]) -> str:
+    options = dict(_STORAGE_OPTION.findall(match[1]))
+    return " ".join(
+        f"--storage-option {key}={'true' if value == 'True' else value}"
+        for key, value in options.items()
+    )
 
 
 def _as_option(match: re.Match[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -192,6 +193,9 @@ def browse(file: str, other: str | None, reading: FileInput) -> int:
         message = "browse needs textual: pip install 'xckpt[browse]'; 'xckpt info' needs nothing"
         raise click.ClickException(message) from error
 
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        message = "browse needs a terminal; 'xckpt info' and 'xckpt stats' print text"
+        raise click.ClickException(message)
     pages = Pages(reading.dataset(file), None if other is None else reading.dataset(other))
     Browser(pages, base_name(file)).run()
     return 0

@@ -7,6 +7,7 @@ and an option of another command, are answered with the one that works.
 from __future__ import annotations
 
 import json
+import os
 import re
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -158,9 +159,10 @@ class _Command(click.Command):
     elsewhere: dict[str, str]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        arguments = list(args)
+        given = list(args)
+        ctx.allow_extra_args = True
         try:
-            return super().parse_args(ctx, args)
+            extra = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name = error.option_name.lstrip("-").replace("-", "_")
             flags = {
@@ -176,9 +178,18 @@ class _Command(click.Command):
                 hint = f"did you mean {_spelled(meant)}{value}?"
             name = option_meant(name, self.elsewhere, exactly=True) or name
             if name in self.elsewhere:
-                file = next((text for text in arguments if not text.startswith("-")), "FILE")
+                file = next((text for text in given if not text.startswith("-")), "FILE")
                 hint = self.elsewhere[name].format(file=shown(file))
             raise click.UsageError(f"no option {error.option_name}; {hint}", ctx) from error
+        if extra and not ctx.resilient_parsing:
+            arguments = [p for p in self.params if isinstance(p, click.Argument)]
+            taken = " ".join(argument.make_metavar(ctx) for argument in arguments)
+            hint = f"{self.name} takes {taken} and options"
+            if not os.path.lexists(extra[0]):
+                glob = f"*{extra[0].strip('*')}*"
+                hint = f"to select tensors: --tensors {shown(glob)}"
+            raise click.UsageError(f"{shown(extra[0])} is one argument too many; {hint}", ctx)
+        return extra
 
 
 def command(options: str = "", **elsewhere: str) -> Callable[[Callable[..., Any]], click.Command]:
