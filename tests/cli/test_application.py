@@ -252,6 +252,7 @@ def test_advice_uses_options_of_the_command_line(
     assert "--cast allow" in errors_of(*convert, "float16")
     assert "--option version=2" in errors_of(*convert, "float8_e4m3fn", "--cast", "allow")
     assert "--engine ztensor" in errors_of("info", str(checkpoint), "--engine", "safetensors")
+    assert "has no step; rename it, as checkpoint-500" in errors_of("steps", str(checkpoint))
     unreachable = errors_of("info", "http://127.0.0.1:1/m.zt", "--storage-option", "retries=0")
     assert "repeat more often: --storage-option retries=..." in unreachable
 

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from xckpt.index import Index
     from xckpt.labels import TensorFilter
 
+# Options of loaders that read tensors onto a device, with what does the same.
+_OF_ARRAYS = {
+    **dict.fromkeys(("dtype", "torch_dtype"), "the result is lazy: ds.astype('float32')"),
+    **dict.fromkeys(("device", "map_location"), "arrays are of numpy: torch.from_numpy(array)"),
+}
 _SWITCHES = frozenset({"dask", "decode", "mmap", "sparse", "verify"})
 
 
@@ -154,7 +159,7 @@ class OpenOptions:
         allowed = (*cls.keywords(), *own)
         for keyword in keywords:
             if keyword not in allowed:
-                hint = suggest_option(keyword, ("engine", *allowed))
+                hint = _OF_ARRAYS.get(keyword) or suggest_option(keyword, ("engine", *allowed))
                 raise TypeError(f"engine {engine!r} has no option {keyword!r}; {hint}")
         shared = {k: v for k, v in keywords.items() if k not in own}
         for keyword in _SWITCHES & shared.keys():
