@@ -62,7 +62,7 @@ def test_open_takes_the_keywords_of_open_dataset() -> None:
     assert ds["h.w"].chunksizes["h"] == (2,)
     with pytest.raises(TypeError, match="no option 'tensor'; did you mean 'tensors'"):
         xckpt.open("m.npz", tensor="h.*")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="no option 'torch_dtype'; the result is lazy: ds.astype"):
+    with pytest.raises(TypeError, match=r"no option 'torch_dtype'; the result is lazy: ds\.astype"):
         xckpt.open("m.npz", torch_dtype="auto")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="no option 'device'; arrays are of numpy"):
         xckpt.open("m.npz", device="cpu")  # type: ignore[call-arg]
