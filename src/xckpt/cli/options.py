@@ -159,7 +159,7 @@ class _Command(click.Command):
     elsewhere: dict[str, str]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = list(args)
+        words = list(args)
         ctx.allow_extra_args = True
         try:
             extra = super().parse_args(ctx, args)
@@ -178,13 +178,13 @@ class _Command(click.Command):
                 hint = f"did you mean {_spelled(meant)}{value}?"
             name = option_meant(name, self.elsewhere, exactly=True) or name
             if name in self.elsewhere:
-                file = next((text for text in given if not text.startswith("-")), "FILE")
+                file = next((text for text in words if not text.startswith("-")), "FILE")
                 hint = self.elsewhere[name].format(file=shown(file))
             raise click.UsageError(f"no option {error.option_name}; {hint}", ctx) from error
         if extra and not ctx.resilient_parsing:
             arguments = [p for p in self.params if isinstance(p, click.Argument)]
-            taken = " ".join(argument.make_metavar(ctx) for argument in arguments)
-            hint = f"{self.name} takes {taken} and options"
+            metavars = " ".join(argument.make_metavar(ctx) for argument in arguments)
+            hint = f"{self.name} takes {metavars} and options"
             if not os.path.lexists(extra[0]):
                 glob = f"*{extra[0].strip('*')}*"
                 hint = f"to select tensors: --tensors {shown(glob)}"

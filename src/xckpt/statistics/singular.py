@@ -249,18 +249,20 @@ def _largest_values(
         return None
     rng = np.random.default_rng(0)
     start = rng.standard_normal((columns, width))
-    right, left, image = (np.zeros((size, 0)) for size in (columns, rows.shape[0], columns))
+    right_basis, left_basis, image = (
+        np.zeros((size, 0)) for size in (columns, rows.shape[0], columns)
+    )
     inner = np.zeros((0, 0))
     tested = 0
     for size in range(width, highest + 1, width):
-        right, _ = _extended(right, start)
-        left, column = _extended(left, rows.times(right[:, -width:]))
+        right_basis, _ = _extended(right_basis, start)
+        left_basis, column = _extended(left_basis, rows.times(right_basis[:, -width:]))
         inner = np.hstack([np.pad(inner, ((0, width), (0, 0))), column])
-        image = np.hstack([image, rows.transposed_times(left[:, -width:])])
+        image = np.hstack([image, rows.transposed_times(left_basis[:, -width:])])
         if size > width and size >= _GROWTH * tested:
             tested = size
             u, values, v = np.linalg.svd(inner)
-            squares, vectors = np.square(values), right @ v.conj().T
+            squares, vectors = np.square(values), right_basis @ v.conj().T
             residuals = np.linalg.norm(image @ u - vectors * values, axis=0) * values
             is_rounding = squares + residuals < max(2 * floor, _HIDDEN * squares[0])
             above = int(np.argmax(is_rounding)) if is_rounding.any() else size
