@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 HISTORY = Path(__file__).parent / "history.json"
 NAMES = (
+    "commands",
     "open",
     "formats",
     "stack",
@@ -38,7 +39,18 @@ NAMES = (
     "cores",
     "scale",
 )
-COMPARED = ("xckpt", "xarray", "dask", "numpy", "ztensor", "safetensors", "zarr", "h5netcdf")
+COMPARED = (
+    "xckpt",
+    "xarray",
+    "dask",
+    "numpy",
+    "ztensor",
+    "safetensors",
+    "zarr",
+    "h5netcdf",
+    "polars",
+    "sft-cli",
+)
 COMPARED_IF_INSTALLED = ("flax", "h5py", "onnx", "tensorstore", "torch")
 
 HEAD = """\
@@ -47,6 +59,11 @@ HEAD = """\
 Written by `make bench`. Each figure was measured in the same run as what it is compared with;
 on a busy machine times vary by half, ratios by less. A ratio of 2 × takes twice the time of what
 stands next to it.
+
+The shortest of several times counts. Calls below 10 ms are measured in loops of 0.2 s or more, so
+that the caches of the processor are warm, as in a loop of a user. Files are in the page cache
+unless the row says "cold". Commands are processes of their own; their processor time includes
+the start of Python.
 """
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["WRITERS"]
 
 TENSORS = 200
+SMALL = 345
 SIDE = 512
 
 
@@ -159,6 +160,18 @@ def one_format(engine: str, path: Path, peer: Peer | None) -> list[Result]:
     ]
 
 
+def small_tensors(path: Path, peer: Peer) -> list[Result]:
+    """Measure opening and reading a graph of many small tensors, as networks for phones have."""
+    rng = np.random.default_rng(0)
+    arrays = {f"block{n}.weight": rng.random((16, 16), np.float32) for n in range(SMALL)}
+    write_onnx(path, arrays)
+    seconds = best_of(lambda: xckpt.open(path).compute())
+    other = best_of(partial(peer.read, path))
+    what = f"onnx: open and read {SMALL} tensors of 1 KiB"
+    against = f"{peer.package}, {other * 1e3:.1f} ms"
+    return [Result(what, seconds / other, "x", against, 2)]
+
+
 def run() -> list[Result]:
     """Measure everything."""
     rng = np.random.default_rng(0)
@@ -169,6 +182,8 @@ def run() -> list[Result]:
             path = Path(folder) / engine
             write(path, arrays)
             results += one_format(engine, path, peers.get(engine))
+        if "onnx" in peers:
+            results += small_tensors(Path(folder) / "small.onnx", peers["onnx"])
     return results
 
 

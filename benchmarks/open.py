@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import cbor2
 import numpy as np
 import xarray as xr
+from safetensors import safe_open
 
 import xckpt
 from benchmarks import formats as read_only
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 TENSORS = 2000
 TENSORS_OF_ENGINES = 10_000
+LISTED = 50_000
 BOUND_OF_ENGINES = 80  # microseconds for each tensor
 
 
@@ -79,6 +81,29 @@ def _save(engine: str, path: Path, tensors: dict[str, list[int]]) -> None:
     xckpt.save(xr.Dataset(arrays), path, engine)
 
 
+def listing(folder: Path) -> list[Result]:
+    """List the names, shapes and types of many tensors of a safetensors file."""
+    path = folder / "many.safetensors"
+    tensors = {f"model.layers.{i // 10}.mlp.{i % 10}.weight": [8] for i in range(LISTED)}
+    WRITERS["safetensors"](path, tensors)
+    floor = best_of(partial(_list_safetensors, path))
+    index = best_of(lambda: xckpt.read_index(path), 3)
+    opened = best_of(lambda: xckpt.open(path).close(), 3)
+    path.unlink()
+    library = f"safe_open, names, shapes and types, {floor * 1e3:.0f} ms"
+    return [
+        Result(f"read_index of {LISTED:,} tensors", index / floor, "x", library, 3),
+        Result(f"xckpt.open of {LISTED:,} tensors", opened / floor, "x", library, 13),
+    ]
+
+
+def _list_safetensors(path: Path | str) -> None:
+    with safe_open(path, "numpy") as file:
+        for name in file.keys():  # noqa: SIM118  not a mapping
+            piece = file.get_slice(name)
+            piece.get_shape(), piece.get_dtype()
+
+
 def peers(folder: Path) -> list[Result]:
     """Open equal content with each library: names, shapes and types of all tensors."""
     rng = np.random.default_rng(0)
@@ -95,7 +120,6 @@ def peers(folder: Path) -> list[Result]:
 
 
 def _write_for_peers(folder: Path, arrays: dict[str, np.ndarray]) -> dict[str, Callable[[], Any]]:
-    import safetensors
     import safetensors.numpy
     import ztensor
     import ztensor.numpy
@@ -109,12 +133,6 @@ def _write_for_peers(folder: Path, arrays: dict[str, np.ndarray]) -> dict[str, C
         warnings.simplefilter("ignore")
         xr.Dataset(dims).to_zarr(zarr, consolidated=True)
 
-    def list_safetensors() -> None:
-        with safetensors.safe_open(st, "numpy") as file:
-            for name in file.keys():  # noqa: SIM118  not a mapping
-                piece = file.get_slice(name)
-                piece.get_shape(), piece.get_dtype()
-
     def list_ztensor() -> None:
         with ztensor.open(z2) as file:
             [(tensor.shape, tensor.dtype) for tensor in file.values()]
@@ -125,7 +143,7 @@ def _write_for_peers(folder: Path, arrays: dict[str, np.ndarray]) -> dict[str, C
         ).close(),
         "xckpt: read_index": lambda: xckpt.read_index(z2),
         "ztensor: open and list": list_ztensor,
-        "safetensors: safe_open and list": list_safetensors,
+        "safetensors: safe_open and list": partial(_list_safetensors, st),
         "zarr: xr.open_dataset": lambda: xr.open_dataset(zarr, engine="zarr").close(),
         "zarr: xr.open_dataset, chunks={}": lambda: xr.open_dataset(
             zarr, engine="zarr", chunks={}
@@ -140,7 +158,8 @@ def _write_for_peers(folder: Path, arrays: dict[str, np.ndarray]) -> dict[str, C
 def run() -> list[Result]:
     """Measure everything."""
     with tempfile.TemporaryDirectory() as folder:
-        return [*mixture(Path(folder)), *engines(Path(folder)), *peers(Path(folder))]
+        parts = (mixture, engines, listing, peers)
+        return [result for part in parts for result in part(Path(folder))]
 
 
 if __name__ == "__main__":

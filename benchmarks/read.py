@@ -1,4 +1,4 @@
-"""Reading 1 GiB of raw data whole: time beside numpy.fromfile, and peak memory; a cold file."""
+"""Reading 1 GiB of raw data whole: time beside other readers, and peak memory; a cold file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import dask
 import numpy as np
 import xarray as xr
+from safetensors.numpy import load_file
 
+import xckpt
 from benchmarks.checkpoints import write_ztensor
 from benchmarks.measuring import Result, best_of, in_fresh_process, table
 from xckpt.statistics import stats
@@ -58,6 +60,20 @@ print(json.dumps({{"peak": after["resident"] - before}}))
             1.1,
         ),
     ]
+
+
+def beside_safetensors(path: Path, folder: Path) -> list[Result]:
+    """Measure reading into memory and using every element once, beside safetensors."""
+    peer = folder / "peer.safetensors"
+    xckpt.convert(path, peer, progress=False)
+    peer_load = best_of(lambda: [a.max() for a in load_file(peer).values()], 7)
+    seconds = best_of(
+        lambda: [v.values.max() for v in xckpt.open(peer).compute().variables.values()], 7
+    )
+    peer.unlink()
+    what = "ds.compute() of 1 GiB, and its largest element"
+    load = f"safetensors.numpy.load_file, {peer_load:.2f} s"
+    return [Result(what, seconds / peer_load, "x", load, 0.8)]
 
 
 def _cold(path: Path, function: Callable[[], Any]) -> tuple[float, int]:
@@ -122,6 +138,7 @@ def run() -> list[Result]:
             if len(tensors) == 1:
                 results += one_file(path, "one tensor in 128 chunks", "8MiB", 1.5)
             else:
+                results += beside_safetensors(path, Path(folder))
                 results += cold_file(path)
     return results
 
