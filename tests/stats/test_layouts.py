@@ -517,6 +517,17 @@ def test_decoded_numbers_are_quantised(
         assert set(table.query("outcome != 'explained'").index) == {name}
 
 
+@pytest.mark.parametrize("size", [0.02, 0.08])
+def test_noise_within_the_steps_of_scales_is_not_quantised(size: float) -> None:
+    """A block has one number for each level, and noise on ones has several."""
+    normal = random_of(7)
+    ones = {f"layers.{n}.norm.weight": np.ones(256, F32) for n in range(3)}
+    name = "layers.1.norm.weight"
+    noisy = {**ones, name: (1 + normal(256) * F32(size)).astype(np.float16)}
+    for pair in ((ones, noisy), (noisy, ones)):
+        assert set(explained(*pair).query("outcome != 'explained'").index) == {name}
+
+
 # --- axes of one position -------------------------------------------------------------------------
 
 

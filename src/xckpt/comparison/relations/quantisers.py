@@ -214,7 +214,8 @@ class TableQuantiser(Quantiser):
                     new = _magnitude(values)
                     is_near = np.abs(new - scale) <= _RESCALED * scale
                     distance = np.abs(values - new * levels)
-                    is_held |= is_near & (distance <= _ROUNDED * np.abs(values))
+                    is_like_others = values == _usual_numbers(levels, values)
+                    is_held |= is_near & (distance <= _ROUNDED * np.abs(values)) & is_like_others
                 # Numbers in the middle of two levels may be rounded to either.
                 table, inverse = self.table, _inverse(scale)
                 chosen = table[_nearest(table, values * inverse)]
@@ -224,6 +225,20 @@ class TableQuantiser(Quantiser):
                 is_held |= (values == decoded) & (error <= least + _TIE * np.abs(codes))
         flat: Array = is_held.reshape(-1)
         return flat
+
+
+def _usual_numbers(levels: Array, values: Array) -> Array:
+    """Return the median number of all elements that have the same level in the same block."""
+    order = np.lexsort((values, levels))
+    in_order, numbers = (np.take_along_axis(x, order, axis=1) for x in (levels, values))
+    is_first = np.ones(levels.shape, bool)
+    is_first[:, 1:] = in_order[:, 1:] != in_order[:, :-1]
+    starts = np.flatnonzero(is_first)
+    counts = np.diff(starts, append=levels.size)
+    medians = np.repeat(numbers.reshape(-1)[starts + counts // 2], counts)
+    usual = np.empty_like(values)
+    np.put_along_axis(usual, order, medians.reshape(values.shape), axis=1)
+    return usual
 
 
 def _nearest(table: Array, values: Array) -> Array:
