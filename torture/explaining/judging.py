@@ -52,6 +52,7 @@ class Verdict:
         """Describe what is wrong in a line each."""
         lines = [f"explained: {name}" for name in self.false[:3]]
         lines += [f"unnamed: {name}" for name in self.unnamed[:3]]
+        lines += [f"mismeasured: {name}" for name in self.mismeasured[:3]]
         lines += [f"says {self.all_right!r}"] if self.all_right else []
         return lines + ([f"error: {self.error}"] if self.error else [])
 
