@@ -105,7 +105,8 @@ class TestOmittedHead:
 class TestCopies:
     """Copies that a file stores of a tensor, because the model has two names for it."""
 
-    def test_of_an_embedding_are_explained(self) -> None:
+    @pytest.mark.parametrize("prefix", ["", "module."])
+    def test_of_an_embedding_are_explained(self, prefix: str) -> None:
         """`state_dict()` of T5 has its embeddings three times."""
         rng = np.random.default_rng(1)
         base, attention = "{}.block.{}.layer.0.", ("q", "k", "v", "o")
@@ -117,9 +118,10 @@ class TestCopies:
                 values = rng.standard_normal((16, 16)).astype("f4")
                 ours[f"{front}SelfAttention.{name}.weight"] = values
         copies = {f"{n}.embed_tokens.weight": ours["shared.weight"] for n in ("encoder", "decoder")}
-        table = xckpt.compare(ours, ours | copies, explain=True, progress=False).ckpt.table()
+        theirs = {prefix + name: values for name, values in (ours | copies).items()}
+        table = explained(ours, theirs)
         assert set(table["outcome"]) == {"explained"}
-        assert set(table.loc[list(copies), "cause"]) == {"tied"}
+        assert set(table.loc[[prefix + name for name in copies], "cause"]) == {"tied"}
 
     def test_of_the_same_bytes_are_explained(self, tmp_path: Path) -> None:
         torch = pytest.importorskip("torch")
@@ -136,3 +138,78 @@ class TestCopies:
         torch.save(ours | {"head.decoder.bias": ours["head.bias"].clone()}, paths[1])
         table = xckpt.compare(*paths, explain=True, progress=False).ckpt.table()
         assert table.loc["head.decoder.bias", "outcome"] == "unmatched"
+
+
+class TestCopiesOfOtherLayers:
+    """A conversion replaced a tensor by the one of another layer."""
+
+    LEAVES = ("norm1.bias", "norm2.bias", "conv1.weight", "conv1.bias")
+
+    def sides(self, first: str, second: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        rng = np.random.default_rng(3)
+        ours, theirs = {}, {}
+        for n in range(2):
+            for leaf in self.LEAVES:
+                shape = (8, 8, 3, 3) if leaf == "conv1.weight" else (8,)
+                values = rng.standard_normal(shape).astype("f4")
+                ours[first.format(n, leaf)], theirs[second.format(n + 1, leaf)] = values, values
+        return ours, theirs
+
+    @pytest.mark.parametrize("is_rounded", [False, True])
+    @pytest.mark.parametrize("order", [1, -1], ids=["in b", "in a"])
+    @pytest.mark.parametrize("names", [None, "auto"])
+    def test_are_found_by_the_names_of_the_rest(
+        self, names: Any, order: int, is_rounded: bool
+    ) -> None:
+        ours, theirs = self.sides("net.mid.resnets.{}.{}", "middle.block_{}.{}")
+        assert set(explained(*[ours, theirs][::order], names=names)["outcome"]) == {"explained"}
+        damaged, source = (f"middle.block_{n}.norm2.bias" for n in (1, 2))
+        theirs[damaged] = theirs[source]
+        if is_rounded:
+            theirs = {name: values.astype(np.float16) for name, values in theirs.items()}
+        table = explained(*[ours, theirs][::order], names=names)
+        wrong = {"net.mid.resnets.0.norm2.bias", damaged}
+        assert set(table.index[table["outcome"] != "explained"]) == wrong & set(table.index)
+
+    def copied(self, theirs: dict[str, Any], second: str) -> list[str]:
+        """Put the tensors of block 2 in the place of block 1, and return their names."""
+        names = [second.format(1, leaf) for leaf in self.LEAVES]
+        theirs |= dict(
+            zip(names, [theirs[second.format(2, leaf)] for leaf in self.LEAVES], strict=True)
+        )
+        return names
+
+    @pytest.mark.parametrize("is_known", [True, False])
+    def test_are_found_by_another_component_or_the_family(self, is_known: bool) -> None:
+        first, second = "{}.mid_block.resnets.{{}}.{{}}", "{}.mid.block_{{}}.{{}}"
+        ours, theirs = self.sides(first.format("encoder"), second.format("encoder"))
+        if is_known:
+            values = np.random.default_rng(5).standard_normal((8, 8, 3, 3))
+            ours["encoder.down_blocks.0.resnets.0.conv1.weight"] = values
+            theirs["encoder.down.0.block.0.conv1.weight"] = values
+        else:
+            rest, rest_of_b = self.sides(first.format("decoder"), second.format("decoder"))
+            ours |= {name: values + 1 for name, values in rest.items()}
+            theirs |= {name: values + 1 for name, values in rest_of_b.items()}
+        wrong = self.copied(theirs, second.format("encoder"))
+        table = explained(ours, theirs)
+        assert set(table.loc[wrong, "outcome"]) == {"changed"}
+        assert "are copies" in table.loc[wrong[0], "explanation"]
+        wrong += [first.format("encoder").format(0, leaf) for leaf in self.LEAVES]
+        assert set(table.index[table["outcome"] != "explained"]) == set(wrong)
+
+    def test_are_not_explained_if_nothing_tells_which(self) -> None:
+        ours, theirs = self.sides("x.{}.{}", "y_{}z.{}")
+        theirs |= {f"y_1z.{leaf}": theirs[f"y_2z.{leaf}"] for leaf in self.LEAVES}
+        table = explained(ours, theirs)
+        assert "explained" not in set(table["outcome"])
+        for name in ("y_1z.conv1.weight", "y_2z.conv1.weight", "x.1.conv1.weight"):
+            text = table.loc[name, "explanation"]
+            assert "y_1z.conv1.weight" in text
+            assert "y_2z.conv1.weight" in text
+
+
+def explained(a: Any, b: Any, names: Any = None) -> Any:
+    """Return the table of a comparison."""
+    result = xckpt.compare(a, b, explain=True, cache=False, progress=False, names=names)
+    return result.ckpt.table()

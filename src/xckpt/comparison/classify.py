@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from xckpt.comparison.arrangements import Padded, RopePermuted
@@ -20,7 +20,7 @@ from xckpt.comparison.relations.rounding import FRACTION_BITS
 from xckpt.formatting import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.relations.causes import Relation
@@ -93,10 +93,15 @@ class Places:
         place = self.place(side, name)
         if place is None or not place.slot:
             return None
-        ours, theirs = (numbers_of[_slot_of(place)] for numbers_of in self._numbers)
-        if not (ours <= theirs or theirs <= ours):
-            return None  # the sides count from different numbers
-        return *_slot_of(place), self._indices(side, place)
+        numbers = [numbers_of[_slot_of(place)] for numbers_of in self._numbers]
+        indices = self._indices(side, place)
+        if not (numbers[0] <= numbers[1] or numbers[1] <= numbers[0]):
+            # The sides count from different numbers: count both from their first one.
+            ours, theirs = (set(map(partial(_less, _first(n)), n)) for n in numbers)
+            if ours != theirs:
+                return None
+            indices = _less(_first(numbers[side]), indices)
+        return *_slot_of(place), indices
 
     @cached_property
     def _numbers(self) -> list[dict[tuple[str, ...], set[tuple[int, ...]]]]:
@@ -189,6 +194,15 @@ class Places:
         return (stored is None or stored.adds_one is not False) and (
             added is None or added.adds_one is not True or stored is not None
         )
+
+
+def _first(numbers: Collection[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the lowest number of each index."""
+    return tuple([min(of_index) for of_index in zip(*numbers, strict=False)])
+
+
+def _less(first: tuple[int, ...], numbers: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([n - m for m, n in zip(first, numbers, strict=False)])
 
 
 def _slot_of(place: Place) -> tuple[str, str, str]:

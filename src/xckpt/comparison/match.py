@@ -234,8 +234,15 @@ def _partners(
         for name, name_of_b, rule in match_names(free_a, free_b)
         if rule == "prefix" or not _is_part(ours[name], theirs[name_of_b])
     )
-    likely = [c for c in by_content(*unmatched()) if c.score >= _ALIKE and not c.is_exact]
-    take(unbroken({c.a.name: Partner(c.b.name, "alike") for c in likely}))
+    take(
+        unbroken(
+            {
+                c.a.name: Partner(c.b.name, "alike")
+                for c in by_content(*unmatched())
+                if c.score >= _ALIKE and not c.is_exact and not c.is_contested
+            }
+        )
+    )
     unnamed, unnamed_of_b = unmatched()
     remaining = by_names(unnamed, unnamed_of_b, places, _renamed(pairs))
     take(unbroken({a.name: Partner(b.name, rule) for a, b, rule in remaining}))
@@ -327,6 +334,8 @@ class Candidate(NamedTuple):
     #: The agreement of their sums after steps.
     score: float
     steps: tuple[Step, ...]
+    #: Whether a copy of one of them may be in the place of a tensor that has no partner.
+    is_contested: bool = False
 
 
 def by_content(
@@ -336,10 +345,10 @@ def by_content(
 
     With `are_resized`, one tensor of each pair has the numbers of the other one and more.
     """
-    return _paired(_candidates(ours, theirs, is_extended=are_resized))
+    return _paired(_candidates(ours, theirs, is_extended=are_resized), (ours, theirs))
 
 
-def _paired(candidates: list[Candidate]) -> list[Candidate]:
+def _paired(candidates: list[Candidate], sides: Sequence[Sequence[Sketched]]) -> list[Candidate]:
     """Choose the best candidates; names decide between tensors with equal numbers."""
 
     def rank(candidate: Candidate) -> tuple[bool, float, int, int]:
@@ -353,7 +362,16 @@ def _paired(candidates: list[Candidate]) -> list[Candidate]:
         if id(candidate.a) not in used and id(candidate.b) not in used:
             used |= {id(candidate.a), id(candidate.b)}
             chosen.append(candidate)
-    return chosen
+    copies = [Counter(tensor.content for tensor in side) for side in sides]
+    lonely = [{_extents(t.shape) for t in side if id(t) not in used} for side in sides]
+
+    def is_contested(a: Sketched, b: Sketched) -> bool:
+        ours, theirs = copies[0][a.content], copies[1][b.content]
+        return (
+            ours != theirs and _extents((a if ours < theirs else b).shape) in lonely[ours > theirs]
+        )
+
+    return [c._replace(is_contested=is_contested(c.a, c.b)) for c in chosen]
 
 
 def _candidates(
@@ -484,7 +502,7 @@ def _siblings(
     """Pair tensors by the names that other pairs lead to expect."""
     by_name = {tensor.name: tensor for tensor in theirs}
     for a in ours:
-        match = rules.expected(a.name, by_name)
+        match = rules.expected(a.name, by_name) or rules.analogous(a.name, by_name)
         if match is not None:
             yield a, by_name.pop(match[0])
 
@@ -512,7 +530,7 @@ def _equal_sets(ours: Iterable[Sketched], theirs: Iterable[Sketched]) -> Iterato
 def _nearly_equal(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> Iterator[_Pair]:
     """Pair tensors with nearly the same sums, unless a side has several of them."""
     counts = [Counter(tensor.content for tensor in side) for side in (ours, theirs)]
-    for a, b, _, score, _ in by_content(ours, theirs):
+    for a, b, _, score, *_ in by_content(ours, theirs):
         if score >= _NEAR and counts[0][a.content] == counts[1][b.content] == 1:
             yield a, b
 

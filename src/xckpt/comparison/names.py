@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from itertools import accumulate, combinations, pairwise, product, takewhile
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])([0-9]{1,9})(?![0-9A-Za-z])")
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _PIECE = re.compile(r"[./]")
+_pieces = lru_cache(maxsize=1 << 16)(re.compile(r"([./])").split)
 _split_behind_dots = lru_cache(maxsize=1 << 16)(re.compile(r"(?<=[./])").split)
 _split_before_dots = lru_cache(maxsize=1 << 16)(re.compile(r"(?=[./])").split)
 _WORD = re.compile(r"[a-z]+")
@@ -149,10 +150,29 @@ class Rules:
         for new, count in self._ends.get(end, Counter()).items():
             candidate = name.removesuffix(end) + new
             votes[candidate] = max(votes[candidate], count)
-        ranked = [vote for vote in votes.most_common() if vote[0] in names_of_b]
-        if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
-            return None
-        return ranked[0]
+        return _elected(votes, names_of_b)
+
+    @cached_property
+    def _known_but_for_a_word(self) -> dict[tuple[str, ...], list[tuple[str, str]]]:
+        """Words of names of `a` and names of `b`, by the remaining words of the names of `a`."""
+        pairs: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+        for a, b in self.pairs:
+            for word, others in _each_word(a):
+                pairs[others].append((word, b))
+        return pairs
+
+    def analogous(self, name: str, names_of_b: Collection[str]) -> tuple[str, int] | None:
+        """Return the name in `b` that differs in the same word from a pair, and their number.
+
+        ``decoder.mid_block.0.w`` is ``decoder.mid.block_1.w``, and so in an encoder.
+        """
+        votes: Counter[str] = Counter()
+        for word, others in _each_word(name):
+            for known, b in self._known_but_for_a_word.get(others, ()):
+                pieces = _pieces(b)
+                if pieces.count(known) == 1:
+                    votes["".join([word if piece == known else piece for piece in pieces])] += 1
+        return _elected(votes, names_of_b)
 
     def _contradicts(self, expected: tuple[str, int], a: str, b: str) -> bool:
         """Return whether an expected name and its support contradict a pair."""
@@ -319,6 +339,22 @@ class Rules:
                 if _exchange_is_likelier(*(_DIGITS.sub("", name) for name in (a, b, c, d))):
                     yield a, d
                     yield c, b
+
+
+def _elected(votes: Counter[str], names: Collection[str]) -> tuple[str, int] | None:
+    """Return the name with the most votes, and their number; None without one."""
+    ranked = [vote for vote in votes.most_common() if vote[0] in names]
+    if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
+        return None
+    return ranked[0]
+
+
+def _each_word(name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each word of a name that is not a number, and the remaining pieces."""
+    pieces = _pieces(name)
+    for n, piece in enumerate(pieces):
+        if n % 2 == 0 and not piece.isdigit():
+            yield piece, (*pieces[:n], "", *pieces[n + 1 :])
 
 
 def _by_template(names: Iterable[str]) -> dict[str, list[Spelled]]:

@@ -27,6 +27,7 @@ from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
 from xckpt.comparison.explaining.orientation import turned_alone
 from xckpt.comparison.explaining.outcome import (
     ALONE,
+    SIDES,
     Explanation,
     both,
     changed,
@@ -50,7 +51,13 @@ from xckpt.comparison.relations.verification import (
     examine_in_turn,
     sides_after,
 )
-from xckpt.comparison.sketches import ALIKE, Sketched, StepChain, arrangements, sketched
+from xckpt.comparison.sketches import (
+    ALIKE,
+    Sketched,
+    StepChain,
+    arrangements,
+    sketched,
+)
 from xckpt.progress import Progress
 from xckpt.scan.scanning import gather
 
@@ -102,6 +109,8 @@ class Work:
     )
     #: Joints that are explained, by the side of the whole.
     joints: list[tuple[int, Joint]] = field(default_factory=list)
+    #: Names of the tensors of each side with the same numbers, by the numbers of their cases.
+    copies: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)
     #: Explanations of known conversions of which some pieces differ.
     partly_held: list[Explanations] = field(default_factory=list)
 
@@ -181,6 +190,14 @@ class Work:
         examine(list(links.values()), self.bar, certain=True)
         return [links[n].relation is not None if n in links else None for n in range(len(tried))]
 
+    def note_contested(self, candidates: Sequence[Candidate]) -> None:
+        """Store the copies among the tensors that only one side has."""
+        groups = list(map(_by_content, self.alone_of_sides())) if candidates else []
+        for a, b, *_ in candidates:
+            ours, theirs = groups[0][a.content], groups[1][b.content]
+            names = [t.name for t in ours], [t.name for t in theirs]
+            self.copies |= dict.fromkeys([t.number for t in (*ours, *theirs)], names)
+
     def settled(self, explanations: Explanations) -> Explanations:
         """Return the explanations, and store those that only describe a change for a later pass."""
         for n, explanation in explanations.items():
@@ -207,6 +224,14 @@ class Work:
         attempts = examine_in_turn(suggestions, lambda tried: [self.link(*tried)], self.bar)
         chosen = {key: attempts[key] for key in suggestions if key in attempts}
         return {key: (tried.links[0], tried.suggestion[2]) for key, tried in chosen.items()}
+
+
+def _by_content(tensors: Iterable[Sketched]) -> dict[Any, list[Sketched]]:
+    """Group tensors of one side by their numbers."""
+    groups: dict[Any, list[Sketched]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.content].append(tensor)
+    return groups
 
 
 def explain(
@@ -326,6 +351,8 @@ def resized(work: Work) -> Explanations:
 
 def _of_content(work: Work, candidates: Sequence[Candidate]) -> Explanations:
     """Explain pairs of tensors with the same numbers, unless their names contradict."""
+    work.note_contested([c for c in candidates if c.is_contested])
+    candidates = [c for c in candidates if not c.is_contested]
     verified = _equal(work, candidates)
     attempts = work.try_arrangements([
         (n, c.a, c.b, [chain for chain in arrangements(c.a, c.b) if chain.score >= ALIKE])
@@ -349,9 +376,9 @@ def _of_content(work: Work, candidates: Sequence[Candidate]) -> Explanations:
 def _equal(work: Work, candidates: Sequence[Candidate]) -> Explanations:
     """Explain the candidates whose elements are all equal, by their positions in the list."""
     pairs = {
-        n: pair_of(a.stream, b.stream, a.name)
-        for n, (a, b, is_exact, _, steps) in enumerate(candidates)
-        if is_exact and not steps
+        n: pair_of(c.a.stream, c.b.stream, c.a.name)
+        for n, c in enumerate(candidates)
+        if c.is_exact and not c.steps
     }
     finish = lambda _, comparison: comparison  # noqa: E731
     comparisons = gather(list(pairs.values()), Comparison, finish, work.bar)
@@ -448,12 +475,18 @@ def _changed(
         if link.likely is None and not steps and link.correlation >= NEAR
     }
     low = low_ranks(near, work.bar)
+    groups = [_by_content(sketches.values()) for sketches in work.sketches]
     pairs = [pair_of(a.stream, b.stream, a.name) for a, b, *_ in same]
     for n, (entry, measures) in enumerate(zip(same, work.compare(pairs), strict=True)):
         a, b, link, steps = entry
         explanation = low.get(n, changed(measures))
         if link.likely is not None:
             explanation = Explanation(("unknown",), unlike(link, steps), holds=False)
+        for tensor, side, of_side in zip((a, b), SIDES, groups, strict=True):
+            twins = [t.name for t in of_side[tensor.content] if t is not tensor]
+            if twins and not tensor.is_constant:
+                text = f"{explanation.text}; {quoted([tensor.name, *twins])} of {side} are copies"
+                explanation = replace(explanation, text=text)
         explanations |= both(a, b, explanation)
     return explanations
 
@@ -468,7 +501,9 @@ def misplaced(work: Work) -> Explanations:
     candidates = [
         candidate
         for candidate in by_content(*sides)
-        if candidate.a.number != candidate.b.number and candidate.a.size >= _SMALLEST
+        if candidate.a.number != candidate.b.number
+        and candidate.a.size >= _SMALLEST
+        and not candidate.is_contested
     ]
     pairs = [(n, c.a, c.b, [StepChain(c.score, c.steps)]) for n, c in enumerate(candidates)]
     explanations: Explanations = {}
@@ -557,16 +592,21 @@ def tied(work: Work) -> Explanations:
                 order = (Side.whole(owner_stream), Side.whole(stream))
                 links.append((n, owner, Link((owner_stream.name, stream.name), [order])))
     examine([link for *_, link in links], work.bar, certain=True)
-    explanations = {
-        n: Explanation(
-            (work.cases[n].status,), "no tensor with these numbers was found", holds=False
-        )
-        for n in unmatched
-    }
+    explanations = {n: _unmatched(work, n) for n in unmatched}
     for n, owner, link in links:
         if link.relation is not None and not link.relation.causes and not link.is_constant:
             explanations[n] = _tied(work, n, owner, link)
     return explanations
+
+
+def _unmatched(work: Work, n: int) -> Explanation:
+    """Describe a tensor that only one side has."""
+    text = "no tensor with these numbers was found"
+    if n in work.copies:
+        sides = zip(work.copies[n], SIDES, strict=True)
+        texts = [f"{quoted(names)} of {side}" for names, side in sides]
+        text = f"{' and '.join(texts)} have the same numbers: a copy replaces another tensor"
+    return Explanation((work.cases[n].status,), text, holds=False)
 
 
 def _tied(work: Work, n: int, owner: int, link: Link) -> Explanation:
