@@ -440,6 +440,15 @@ class TestSiblings:
             theirs[name] = theirs[name][np.random.default_rng(1).permutation(96)]
         assert self.wrong(ours, theirs) == {*ours, *theirs}
 
+    def test_in_an_unknown_order_outweigh_one_in_order(self) -> None:
+        normal = self.normal()
+        ours = {f"h.{n}.mixed.{p}": normal(96, *[24] * (p == "weight"))
+                for n in range(self.LAYERS) for p in ("weight", "bias")}  # fmt: skip
+        order = np.random.default_rng(1).permutation(96)
+        theirs = {n.replace("mixed", "all"): x[order] for n, x in ours.items()}
+        theirs["h.3.all.bias"] = ours["h.3.mixed.bias"]
+        assert self.wrong(ours, theirs) == {*ours, *theirs}
+
     @pytest.mark.parametrize("turned", ["q", "v"])
     def test_have_parts_that_are_turned_alike(self, turned: str) -> None:
         rng = np.random.default_rng(1)
@@ -478,21 +487,22 @@ class TestSiblings:
         expected = {names[4], f"net.{names[4]}"} if is_exchanged else set()
         assert self.wrong(ours, theirs) == expected
 
-    def recurrent(self) -> Sides:
+    def recurrent(self, *ends: str) -> Sides:
         normal = self.normal()
-        names = {"weight_ih": 0, "weight_hh": 1}
+        names = dict(zip(("weight_ih", "weight_hh"), ends or ("vars/0", "vars/1"), strict=True))
         ours = {f"lstm.{m}_l{n}": normal(32, 8) for n in range(self.LAYERS) for m in names}
         theirs = {
-            f"layers/lstm{f'_{n}' if n else ''}/cell/vars/{k}": ours[f"lstm.{m}_l{n}"].T.copy()
+            f"layers/lstm{f'_{n}' if n else ''}/cell/{k}": ours[f"lstm.{m}_l{n}"].T.copy()
             for n in range(self.LAYERS)
             for m, k in names.items()
         }
         return ours, theirs
 
-    def test_have_one_number_at_the_end(self) -> None:
-        ours, theirs = self.recurrent()
+    @pytest.mark.parametrize("ends", [("vars/0", "vars/1"), ("kernel", "recurrent_kernel")])
+    def test_have_one_name_or_number_at_the_end(self, ends: tuple[str, str]) -> None:
+        ours, theirs = self.recurrent(*ends)
         assert not self.wrong(ours, theirs)
-        pair = [f"layers/lstm_3/cell/vars/{n}" for n in range(2)]
+        pair = [f"layers/lstm_3/cell/{end}" for end in ends]
         theirs |= {pair[0]: theirs[pair[1]], pair[1]: theirs[pair[0]]}
         assert self.wrong(ours, theirs) == {*pair, "lstm.weight_ih_l3", "lstm.weight_hh_l3"}
 
@@ -502,6 +512,15 @@ class TestSiblings:
         assert not self.wrong(ours, theirs)
         theirs["x/y_2/w"] = ours["cell.u_l2"]
         assert self.wrong(ours, theirs) == {"cell.u_l2", "x/y_2/w"}
+
+    def test_are_doubted_if_they_are_too_few_to_agree(self) -> None:
+        normal = self.normal()
+        ours = {f"x.{n}.self_attn.q_proj.weight": normal(32, 24) for n in range(2)}
+        theirs = {name.replace("x.", "y."): rope(x, HEADS) for name, x in ours.items()}
+        assert not self.wrong(ours, theirs)
+        name = "x.1.self_attn.q_proj.weight"
+        theirs[name.replace("x.", "y.")] = ours[name]
+        assert self.wrong(ours, theirs) == {*ours, *theirs}
 
     def test_may_be_counted_from_another_number(self) -> None:
         normal = self.normal()

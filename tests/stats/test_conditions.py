@@ -150,6 +150,32 @@ def test_a_square_part_is_not_transposed_alone() -> None:
     assert table.outcome["attn.v_proj.weight"] == table.outcome["attn.qkv.weight"] == "changed"
 
 
+@pytest.mark.parametrize("is_square", [False, True])
+@pytest.mark.parametrize("stacks", [("encoder", "decoder"), ("encoder",)])
+def test_a_matrix_is_transposed_as_others_of_its_role(
+    stacks: tuple[str, ...], is_square: bool
+) -> None:
+    """With two layers, only other stacks show which is right; without one, both are open."""
+    shape = (16, 16) if is_square else (16, 24)
+    ours, theirs = {}, {}
+    for stack in stacks:
+        for n in range(2):
+            ours[f"{stack}.block.{n}.mlp.up.weight"] = random(*shape) + n
+            ours[f"{stack}.block.{n}.norm.weight"] = random(24) + n
+    names = {name: name.replace("block.", "layers_").replace(".", "/") for name in ours}
+    names = {a: b.replace("up/weight", "wi/kernel") for a, b in names.items()}
+    theirs = {names[name]: values.T.copy() for name, values in ours.items()}
+    assert set(explained(ours, theirs).outcome) == {"explained"}
+    damaged = f"{stacks[0]}.block.1.mlp.up.weight"
+    theirs[names[damaged]] = ours[damaged]
+    wrong = [damaged] if len(stacks) == 2 else [n for n in ours if "mlp" in n]
+    table = explained(ours, theirs)
+    assert {n for n in table.index if table.outcome[n] != "explained"} == {
+        *wrong,
+        *map(names.get, wrong),
+    }
+
+
 def test_positions_are_not_transposed() -> None:
     rng = np.random.default_rng(7)
     shapes: dict[str, tuple[int, ...]] = {"wte": (50, 32), "wpe": (32, 32), "ln_f": (32,)}

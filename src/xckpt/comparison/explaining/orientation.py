@@ -1,16 +1,21 @@
-"""Square matrices, whose shapes do not show whether a conversion transposed them.
+"""Matrices that a conversion transposed, or left, unlike the others.
 
-A conversion transposes the matrices of linear layers, or leaves them. Where it left all matrices
-that are not square, a square one that is transposed was damaged.
+A conversion transposes the matrices of linear layers, or leaves them. Matrices of one role, such as
+the keys of all layers of all components, are treated alike. The shape of a square matrix does not
+show whether it was transposed, but the other matrices do: if none of them was, it was damaged.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from xckpt.comparison.explaining.outcome import ALONE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.comparison.classify import Places
     from xckpt.comparison.explaining.outcome import Case, Explanation
@@ -19,34 +24,83 @@ __all__ = ["turned_alone"]
 
 # The least number of matrices that show how a conversion stores them.
 _FEWEST_WITNESSES = 4
+_PIECE = re.compile(r"[./]")
+_NUMBER = re.compile(r"_?[0-9]+")
+
+
+class _Matrix(NamedTuple):
+    """A matrix that is explained, by the number of its case."""
+
+    case: int
+    names: tuple[str, str]
+    is_turned: bool
+    is_square: bool
+    #: Whether the case counts; both tensors of a pair of two names are cases.
+    is_counted: bool
+
+    @property
+    def role(self) -> tuple[str, str] | None:
+        """The last words of both names without numbers; None if one of them is only a number."""
+        ends = [_PIECE.split(name)[-2:] for name in self.names]
+        roles = [_NUMBER.sub("", ".".join(end)) for end in ends]
+        is_named = all(len(end) == 2 and not end[0].isdigit() for end in ends)
+        return (roles[0], roles[1]) if is_named else None
 
 
 def turned_alone(
     cases: Sequence[Case], explanations: Mapping[int, Explanation], places: Places
 ) -> dict[int, Explanation]:
-    """Return new explanations of square matrices that are transposed unlike all other matrices."""
-    suspects: list[int] = []
-    upright = 0
+    """Return new explanations of matrices that are transposed, or not, unlike all others."""
+    matrices = list(_matrices(cases, explanations, places))
+    reasons = _among_roles(matrices)
+    upright = sum([matrix.is_counted and not matrix.is_square for matrix in matrices])
+    if upright >= _FEWEST_WITNESSES and not any(m.is_turned and not m.is_square for m in matrices):
+        for matrix in matrices:
+            if matrix.is_turned and not places.are_turned(matrix.names):
+                text = f"the {upright:,} matrices that are not square were not"
+                reasons.setdefault(matrix, text)
+    return _accused(cases, explanations, reasons)
+
+
+def _among_roles(matrices: Sequence[_Matrix]) -> dict[_Matrix, str]:
+    """Return the matrices that are transposed, or not, unlike others of their role."""
+    reasons: dict[_Matrix, str] = {}
+    by_role: dict[tuple[str, str], list[_Matrix]] = defaultdict(list)
+    for matrix in matrices:
+        if matrix.role is not None:
+            by_role[matrix.role].append(matrix)
+    for of_role in by_role.values():
+        counted = [matrix.is_turned for matrix in of_role if matrix.is_counted]
+        turned = sum(counted)
+        upright = len(counted) - turned
+        if not turned or not upright:
+            continue
+        # Of few matrices, none shows how the others should be.
+        is_clear = len(counted) >= _FEWEST_WITNESSES
+        if is_clear and turned == upright:
+            continue
+        for matrix in of_role:
+            if not is_clear or matrix.is_turned == (turned < upright):
+                others = f"{upright:,} of its role were not"
+                reasons[matrix] = others if matrix.is_turned else f"{turned:,} of its role were"
+    return reasons
+
+
+def _matrices(
+    cases: Sequence[Case], explanations: Mapping[int, Explanation], places: Places
+) -> Iterator[_Matrix]:
+    """Yield the matrices that are explained, and that a conversion may transpose."""
     for n, explanation in explanations.items():
         if not explanation.verified or explanation.joint or explanation.is_constant:
             continue
-        names, shapes = _names(cases[n], explanation), _shapes(cases[n])
-        if any(len(shape) != 2 for shape in shapes) or not places.may_be_turned(names):
-            continue
-        is_square = len({*shapes[0]}) == 1
-        is_turned = "transposed" in explanation.causes
-        if is_turned and not is_square:
-            return {}
-        if is_turned and not places.are_turned(names):
-            suspects.append(n)
-        # Both tensors of a pair of two names are cases.
-        upright += not is_turned and not is_square and cases[n].status != "only_b"
-    return _accused(cases, explanations, suspects, upright) if upright >= _FEWEST_WITNESSES else {}
-
-
-def _shapes(case: Case) -> list[tuple[int, ...]]:
-    streams = (case.match.ours, case.match.theirs)
-    return [tuple(stream.array.shape) for stream in streams if stream is not None]
+        streams = (cases[n].match.ours, cases[n].match.theirs)
+        shapes = [tuple(stream.array.shape) for stream in streams if stream is not None]
+        names = _names(cases[n], explanation)
+        if all(len(shape) == 2 for shape in shapes) and places.may_be_turned(names):
+            is_turned = "transposed" in explanation.causes
+            is_square = len({*shapes[0]}) == 1
+            is_counted = cases[n].status != "only_b" or "split" in explanation.causes
+            yield _Matrix(n, names, is_turned, is_square, is_counted)
 
 
 def _names(case: Case, explanation: Explanation) -> tuple[str, str]:
@@ -56,21 +110,23 @@ def _names(case: Case, explanation: Explanation) -> tuple[str, str]:
 
 
 def _accused(
-    cases: Sequence[Case],
-    explanations: Mapping[int, Explanation],
-    suspects: Sequence[int],
-    upright: int,
+    cases: Sequence[Case], explanations: Mapping[int, Explanation], reasons: Mapping[_Matrix, str]
 ) -> dict[int, Explanation]:
+    """Return new explanations of matrices, and of the joints that they are parts of."""
     accused: dict[int, Explanation] = {}
-    text = f"it was transposed, and the {upright:,} matrices that are not square were not"
-    for n in suspects:
-        explanation = explanations[n]
-        accused[n] = replace(explanation, causes=("unknown",), text=text, holds=False)
-        for m, partner in explanations.items():
-            # A joint that it is a part of.
-            is_other_side = cases[m].status != cases[n].status
-            if partner.joint and is_other_side and cases[n].match.name in partner.other_names:
-                causes = (*partner.causes, "unknown")
-                words = f"{partner.text}; a part of it was transposed: {cases[n].match.name!r}"
-                accused[m] = replace(partner, causes=causes, text=words, holds=False)
+    parts: dict[tuple[str, str], str] = {}
+    for matrix, others in reasons.items():
+        n = matrix.case
+        done = f"{'' if matrix.is_turned else 'not '}transposed"
+        text = f"it was {done}, and {others}"
+        accused[n] = replace(explanations[n], causes=("unknown",), text=text, holds=False)
+        parts[cases[n].status, cases[n].match.name] = done
+    for m, joint in explanations.items():
+        if joint.joint:
+            other = ALONE[cases[m].status == ALONE[0]]
+            for name in joint.other_names:
+                if (other, name) in parts:
+                    text = f"{joint.text}; a part of it was {parts[other, name]}: {name!r}"
+                    causes = (*joint.causes, "unknown")
+                    accused[m] = replace(joint, causes=causes, text=text, holds=False)
     return accused

@@ -66,6 +66,8 @@ CAUSES = (
 _ALWAYS = frozenset(EXPLANATION_COLUMNS[:4])
 # Causes that keep every number.
 _KEEPING = frozenset({*CAUSES[: CAUSES.index("cut")], "equal"}) - {"misplaced", "rows_permuted"}
+# Below this correlation, elements at the same positions are of other tensors or in another order.
+_RELATED = 0.5
 _MOST_NAMES = 4
 _MOST_KINDS = 8
 
@@ -146,11 +148,18 @@ class Explanation:
     measures: tuple[float, ...] | None = None
     #: Whether all elements are equal, which any order of them explains.
     is_constant: bool = False
+    #: Whether the elements of a changed tensor at the same positions do not even correlate.
+    is_unrelated: bool = False
 
     @property
     def is_admitted(self) -> bool:
         """True if conversions arrange elements by these steps."""
         return all(step.cause in {"", *ADMITTED} for step in self.steps)
+
+    @property
+    def has_no_layout(self) -> bool:
+        """True if no layout that conversions make is known for the tensor."""
+        return self.outcome == "unmatched" or self.is_unrelated or not self.is_admitted
 
     @property
     def layout(self) -> tuple[str, ...]:
@@ -360,6 +369,7 @@ def of_joint(
 
 def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
     """Describe a change of unknown cause by its size."""
+    is_unrelated = measures.get("cosine", nan) < _RELATED
     if shapes:
         text = f"the shapes {shapes} differ, and the numbers do"
     else:
@@ -368,7 +378,7 @@ def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
         facts += [f"{round(share * count):,} of {count:,} elements differ ({percent(share)})"]
         facts += [f"{name} {measures[name]:.4g}" for name in ("rel_l2", "cosine")]
         text = ", ".join(filter(None, facts))
-    return Explanation(("unknown",), text, holds=False)
+    return Explanation(("unknown",), text, holds=False, is_unrelated=is_unrelated)
 
 
 def unreadable(problem: CheckpointError) -> Explanation:

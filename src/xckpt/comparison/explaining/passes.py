@@ -36,7 +36,7 @@ from xckpt.comparison.explaining.outcome import (
     unlike,
     unreadable,
 )
-from xckpt.comparison.explaining.siblings import unlike_siblings
+from xckpt.comparison.explaining.siblings import unlike_few_siblings, unlike_siblings
 from xckpt.comparison.layouts import tiled
 from xckpt.comparison.match import by_content, by_names
 from xckpt.comparison.measure import Comparison
@@ -252,6 +252,7 @@ def explain(
                 work.explanations.setdefault(n, explanation)
         work.explanations |= unlike_siblings(cases, work.explanations, places, work.verify)
         work.explanations |= turned_alone(cases, work.explanations, places)
+        work.explanations |= unlike_few_siblings(cases, work.explanations, places, work.verify)
     return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -67,10 +68,9 @@ class _Siblings:
             and (explanation.joint or self.cases[n].match.ours is not None)
         ]
 
-    def unmatched(self, members: Sequence[int]) -> int:
-        """Count the members without a partner."""
-        outcomes = [self.explanations[n].outcome for n in members if n in self.explanations]
-        return outcomes.count("unmatched")
+    def failed(self, members: Sequence[int]) -> int:
+        """Count the members without a partner, or without a known layout."""
+        return sum([self.explanations[n].has_no_layout for n in members if n in self.explanations])
 
     def partners(self, n: int) -> list[int]:
         """Return the cases of the tensors of the other side that explain one."""
@@ -129,6 +129,35 @@ def unlike_siblings(
     return unlike | _exchanged(siblings)
 
 
+def unlike_few_siblings(
+    cases: Sequence[Case],
+    explanations: Mapping[int, Explanation],
+    places: Places,
+    verify: Verify,
+) -> dict[int, Explanation]:
+    """Return new explanations of tensors whose siblings are too few to show which of them is right.
+
+    Joints are left out, which cannot be tried in another order.
+    """
+    siblings = _Siblings(cases, explanations)
+    suspects = []
+    for members in siblings.groups(places, _template).values():
+        alone = [n for n in siblings.explained(members) if not explanations[n].joint]
+        layouts = Counter([explanations[n].layout for n in alone])
+        if len(layouts) > 1 and len(alone) < _FEWEST_SIBLINGS:
+            suspects += [
+                _Suspect(n, explanations[m], layouts[explanations[m].layout])
+                for n, m in permutations(alone, 2)
+                if explanations[n].layout != explanations[m].layout
+            ]
+    holds = verify([(suspect.case, suspect.usual.steps) for suspect in suspects])
+    unlike: dict[int, Explanation] = {}
+    for suspect, is_like in zip(suspects, holds, strict=True):
+        if not is_like or suspect.usual.offset != explanations[suspect.case].offset:
+            unlike |= _accused(siblings, suspect)
+    return unlike
+
+
 class _Suspect(NamedTuple):
     """A tensor that is explained in another way than most of its siblings."""
 
@@ -150,7 +179,7 @@ def _suspects(members: Sequence[int], explanations: Mapping[int, Explanation]) -
 def _accused(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
     n, explanation = suspect.case, siblings.explanations[suspect.case]
     contrast = _contrast(explanation, suspect.usual)
-    text = f"unlike its {suspect.siblings:,} siblings, it was {contrast}"
+    text = f"unlike {_count(suspect.siblings)}, it was {contrast}"
     unlike = {n: replace(explanation, text=text, holds=False, causes=("unknown",))}
     for partner in siblings.partners(n):
         unlike[partner] = replace(unlike[n], other_names=(siblings.cases[n].match.name,))
@@ -179,7 +208,7 @@ def _out_of_order(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanati
     parts = [siblings.numbers[not side][name] for name in moved]
     wholes = [case for part in parts for case in siblings.partners(part)]
     numbers = dict.fromkeys([suspect.case, *parts, *wholes])
-    return _doubted(siblings, list(numbers), f"unlike its {count:,} siblings")
+    return _doubted(siblings, list(numbers), f"unlike {_count(count)}")
 
 
 def _alone(
@@ -189,13 +218,13 @@ def _alone(
     verified = [
         n for n in members if n in siblings.explanations and siblings.explanations[n].verified
     ]
-    missed = siblings.unmatched(members)
+    missed = siblings.failed(members)
     unlike: dict[int, Explanation] = {}
     if len(verified) >= missed or len(verified) + missed < _FEWEST_SIBLINGS:
         return unlike
     for n in verified:
         partners = [p for p in siblings.partners(n) if p != n]
-        failed = min([siblings.unmatched(of_case.get(p, ())) for p in partners], default=0)
+        failed = min([siblings.failed(of_case.get(p, ())) for p in partners], default=0)
         count = min(missed, failed)
         if count > len(verified) and count + len(verified) >= _FEWEST_SIBLINGS:
             unlike |= _doubted(siblings, [n, *partners], f"not so for {count:,} of its siblings")
@@ -214,7 +243,7 @@ def _doubted(siblings: _Siblings, numbers: Sequence[int], reason: str) -> dict[i
 
 
 def _exchanged(siblings: _Siblings) -> dict[int, Explanation]:
-    """Return new explanations of tensors whose partner has the number that other siblings have.
+    """Return new explanations of tensors whose partner has the name that siblings of others have.
 
     A number may be the only difference between kinds, such as in ``cell/vars/1``.
     """
@@ -223,26 +252,36 @@ def _exchanged(siblings: _Siblings) -> dict[int, Explanation]:
         explanation = siblings.explanations.get(n)
         if explanation is not None and explanation.verified and "renamed" in explanation.causes:
             groups[_NUMBER.sub("", name)][n] = explanation.other_names[0]
-    usual: dict[str, tuple[str, str]] = {}
-    for form, partners in groups.items():
-        ends = Counter([_end_of(partner) for partner in partners.values()])
-        end, count = ends.most_common(1)[0]
-        if len(partners) >= _FEWEST_SIBLINGS and 2 * count > len(partners):
-            usual[form] = end
     unlike: dict[int, Explanation] = {}
-    for form, partners in groups.items():
-        for n, partner in partners.items():
-            end = _end_of(partner)
-            if form in usual and end != usual[form] and end in usual.values():
-                numbers = [n, *siblings.partners(n)]
-                reason = f"its siblings are numbered {usual[form][1]} at the end of their names"
-                unlike |= _doubted(siblings, numbers, reason)
+    for end_of in (_words_of, _end_of):
+        usual: dict[str, tuple[str, str]] = {}
+        for form, partners in groups.items():
+            ends = Counter([end_of(partner) for partner in partners.values()])
+            end, count = ends.most_common(1)[0]
+            if len(partners) >= _FEWEST_SIBLINGS and 2 * count > len(partners):
+                usual[form] = end
+        for form, partners in groups.items():
+            for n, partner in partners.items():
+                end = end_of(partner)
+                if form in usual and end != usual[form] and end in usual.values():
+                    number = usual[form][1]
+                    numbered = f"numbered {number} at the end of their names"
+                    reason = f"its siblings are {numbered if number else repr(usual[form][0])}"
+                    unlike |= _doubted(siblings, [n, *siblings.partners(n)], reason)
     return unlike
+
+
+def _words_of(name: str) -> tuple[str, str]:
+    return _NUMBER.sub("", name), ""
 
 
 def _end_of(name: str) -> tuple[str, str]:
     """Return a name without its numbers, and the last number."""
     return _NUMBER.sub("", name), next(iter(re.findall(r"[0-9]+", name)[::-1]), "")
+
+
+def _count(siblings: int) -> str:
+    return "its sibling" if siblings == 1 else f"its {siblings:,} siblings"
 
 
 def _contrast(explanation: Explanation, usual: Explanation) -> str:
