@@ -118,3 +118,19 @@ def test_damage_is_not_explained(
     assert len(rows)
     assert "explained" not in set(rows["outcome"]), rows["explanation"].to_dict()
     assert not sentence.startswith("all ")
+
+
+@pytest.mark.parametrize(("operator", "directions"), CASES)
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_copy_of_another_layer_is_not_explained(
+    operator: str, directions: int, place: int, tmp_path: Path
+) -> None:
+    tensors = network(operator, directions)
+    save_file(tensors, tmp_path / "a.safetensors")
+    theirs = exported(operator, directions, tensors)
+    name, source = (f"onnx::{operator}_{layer}{place:02}" for layer in (2, 1))
+    graph = write(tmp_path / "b.onnx", operator, theirs | {name: theirs[source]})
+    table, sentence = compared(tmp_path / "a.safetensors", graph)
+    rows = table[(table.index == name) | (table.get("other_name", "") == name)]
+    assert "explained" not in set(rows["outcome"]), rows["explanation"].to_dict()
+    assert not sentence.startswith("all ")

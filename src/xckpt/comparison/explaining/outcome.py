@@ -169,10 +169,14 @@ class Explanation:
         return (*steps, offset, *self.joint)
 
     @property
+    def is_part(self) -> bool:
+        """True if the tensor is only explained as a part of another tensor."""
+        return bool({"fused", "split", "merged", "folded"} & set(self.causes)) and not self.joint
+
+    @property
     def has_layout(self) -> bool:
         """True if the tensor is explained by itself, and not as a part of another tensor."""
-        is_part = bool({"fused", "split", "merged", "folded"} & set(self.causes)) and not self.joint
-        return self.verified and not is_part and not self.is_constant
+        return self.verified and not self.is_part and not self.is_constant
 
     @property
     def outcome(self) -> Outcome:

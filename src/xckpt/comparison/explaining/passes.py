@@ -36,7 +36,11 @@ from xckpt.comparison.explaining.outcome import (
     unlike,
     unreadable,
 )
-from xckpt.comparison.explaining.siblings import unlike_few_siblings, unlike_siblings
+from xckpt.comparison.explaining.siblings import (
+    claimed_twice,
+    unlike_few_siblings,
+    unlike_siblings,
+)
 from xckpt.comparison.layouts import tiled
 from xckpt.comparison.match import by_content, by_names
 from xckpt.comparison.measure import Comparison
@@ -250,6 +254,7 @@ def explain(
         for find in PASSES:
             for n, explanation in find(work).items():
                 work.explanations.setdefault(n, explanation)
+        work.explanations |= claimed_twice(cases, work.explanations)
         work.explanations |= unlike_siblings(cases, work.explanations, places, work.verify)
         work.explanations |= turned_alone(cases, work.explanations, places)
         work.explanations |= unlike_few_siblings(cases, work.explanations, places, work.verify)

@@ -12,10 +12,13 @@ from dataclasses import replace
 from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.comparison.explaining.outcome import ALONE, quoted
+from xckpt.statistics.tables import TIED
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from xckpt.comparison.arrangements import Step
+    from xckpt.comparison.arrangements import Shape, Step
     from xckpt.comparison.classify import Places
     from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.structure.model import Structure
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     #: The result is None if they do not lead to the shape of the second tensor.
     Verify = Callable[[Sequence[tuple[int, tuple[Step, ...]]]], Sequence[bool | None]]
 
-__all__ = ["unlike_siblings"]
+__all__ = ["claimed_twice", "unlike_few_siblings", "unlike_siblings"]
 
 # The least number of siblings that show how a tensor should have been changed.
 _FEWEST_SIBLINGS = 4
@@ -127,6 +130,40 @@ def unlike_siblings(
             if suspect.usual.joint:
                 unlike |= _out_of_order(siblings, suspect)
     return unlike | _exchanged(siblings)
+
+
+def claimed_twice(
+    cases: Sequence[Case], explanations: Mapping[int, Explanation]
+) -> dict[int, Explanation]:
+    """Return new explanations of tensors that consist of the same tensor of the other side.
+
+    If another tensor of its shape has no partner, one of them is a copy in the wrong place.
+    """
+    siblings = _Siblings(cases, explanations)
+    shapes: tuple[dict[str, Shape], dict[str, Shape]] = ({}, {})
+    claims: dict[tuple[int, str], set[int]] = defaultdict(set)
+    lonely: set[tuple[int, Shape]] = set()
+    for n, explanation in explanations.items():
+        rule = cases[n].match.partner.rule if cases[n].match.partner else ""
+        is_tied = TIED in {*explanation.causes, rule}
+        is_whole = explanation.verified and not explanation.is_part and not is_tied
+        tensors = cases[n].match[1:3]
+        for side, tensor in enumerate(tensors):
+            if tensor is not None:
+                shapes[side][tensor.name] = tuple(tensor.array.shape)
+                if not explanation.verified:
+                    lonely.add((side, shapes[side][tensor.name]))
+                elif is_whole and None not in tensors:
+                    claims[side, tensor.name].add(n)
+        if is_whole and cases[n].status in ALONE:
+            for name in explanation.other_names:
+                claims[1 - ALONE.index(cases[n].status), name].add(n)
+    doubted: dict[int, Explanation] = {}
+    for (side, name), numbers in claims.items():
+        if len(numbers) > 1 and (side, shapes[side].get(name)) in lonely:
+            reason = f"{quoted([cases[n].match.name for n in sorted(numbers)])} are copies"
+            doubted |= _doubted(siblings, [siblings.numbers[side][name], *numbers], reason)
+    return doubted
 
 
 def unlike_few_siblings(
