@@ -162,12 +162,14 @@ class TestCopiesOfOtherLayers:
         self, names: Any, order: int, is_rounded: bool
     ) -> None:
         ours, theirs = self.sides("net.mid.resnets.{}.{}", "middle.block_{}.{}")
-        assert set(explained(*[ours, theirs][::order], names=names)["outcome"]) == {"explained"}
+        assert set(explained(*_ordered(ours, theirs, order), names=names)["outcome"]) == {
+            "explained"
+        }
         damaged, source = (f"middle.block_{n}.norm2.bias" for n in (1, 2))
         theirs[damaged] = theirs[source]
         if is_rounded:
             theirs = {name: values.astype(np.float16) for name, values in theirs.items()}
-        table = explained(*[ours, theirs][::order], names=names)
+        table = explained(*_ordered(ours, theirs, order), names=names)
         wrong = {"net.mid.resnets.0.norm2.bias", damaged}
         assert set(table.index[table["outcome"] != "explained"]) == wrong & set(table.index)
 
@@ -207,6 +209,10 @@ class TestCopiesOfOtherLayers:
             text = table.loc[name, "explanation"]
             assert "y_1z.conv1.weight" in text
             assert "y_2z.conv1.weight" in text
+
+
+def _ordered(a: Any, b: Any, order: int) -> tuple[Any, Any]:
+    return (a, b) if order > 0 else (b, a)
 
 
 def explained(a: Any, b: Any, names: Any = None) -> Any:

@@ -144,8 +144,8 @@ def claimed_twice(
     claims: dict[tuple[int, str], set[int]] = defaultdict(set)
     lonely: set[tuple[int, Shape]] = set()
     for n, explanation in explanations.items():
-        rule = cases[n].match.partner.rule if cases[n].match.partner else ""
-        is_tied = TIED in {*explanation.causes, rule}
+        partner = cases[n].match.partner
+        is_tied = TIED in {*explanation.causes, partner.rule if partner else ""}
         is_whole = explanation.verified and not explanation.is_part and not is_tied
         tensors = cases[n].match[1:3]
         for side, tensor in enumerate(tensors):
@@ -160,9 +160,10 @@ def claimed_twice(
                 claims[1 - ALONE.index(cases[n].status), name].add(n)
     doubted: dict[int, Explanation] = {}
     for (side, name), numbers in claims.items():
-        if len(numbers) > 1 and (side, shapes[side].get(name)) in lonely:
+        owner = siblings.numbers[side].get(name)
+        if owner is not None and len(numbers) > 1 and (side, shapes[side].get(name)) in lonely:
             reason = f"{quoted([cases[n].match.name for n in sorted(numbers)])} are copies"
-            doubted |= _doubted(siblings, [siblings.numbers[side][name], *numbers], reason)
+            doubted |= _doubted(siblings, [owner, *numbers], reason)
     return doubted
 
 
