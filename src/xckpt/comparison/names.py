@@ -93,6 +93,12 @@ def first_numbers(a: str, b: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: int(pair[0]) == int(pair[1]), pairs))
 
 
+def last_words(name: str) -> str:
+    """Return the last two words of a name without numbers; empty if the first one is a number."""
+    *_, module, leaf = ["", "", *_PIECE.split(name)]
+    return _DIGITS.sub("", f"{module}.{leaf}") if module and not module.isdigit() else ""
+
+
 class Rules:
     """The rules that pairs of names follow."""
 

@@ -7,12 +7,12 @@ show whether it was transposed, but the other matrices do: if none of them was, 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.comparison.explaining.outcome import ALONE
+from xckpt.comparison.names import last_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +24,6 @@ __all__ = ["turned_alone"]
 
 # The least number of matrices that show how a conversion stores them.
 _FEWEST_WITNESSES = 4
-_PIECE = re.compile(r"[./]")
-_NUMBER = re.compile(r"_?[0-9]+")
 
 
 class _Matrix(NamedTuple):
@@ -39,12 +37,10 @@ class _Matrix(NamedTuple):
     is_counted: bool
 
     @property
-    def role(self) -> tuple[str, str] | None:
-        """The last words of both names without numbers; None if one of them is only a number."""
-        ends = [_PIECE.split(name)[-2:] for name in self.names]
-        roles = [_NUMBER.sub("", ".".join(end)) for end in ends]
-        is_named = all(len(end) == 2 and not end[0].isdigit() for end in ends)
-        return (roles[0], roles[1]) if is_named else None
+    def role(self) -> tuple[str, ...] | None:
+        """The last words of both names; None if one of them has none."""
+        roles = tuple(map(last_words, self.names))
+        return None if "" in roles else roles
 
 
 def turned_alone(
@@ -65,7 +61,7 @@ def turned_alone(
 def _among_roles(matrices: Sequence[_Matrix]) -> dict[_Matrix, str]:
     """Return the matrices that are transposed, or not, unlike others of their role."""
     reasons: dict[_Matrix, str] = {}
-    by_role: dict[tuple[str, str], list[_Matrix]] = defaultdict(list)
+    by_role: dict[tuple[str, ...], list[_Matrix]] = defaultdict(list)
     for matrix in matrices:
         if matrix.role is not None:
             by_role[matrix.role].append(matrix)
