@@ -161,7 +161,10 @@ def claimed_twice(
     doubted: dict[int, Explanation] = {}
     for (side, name), numbers in claims.items():
         owner = siblings.numbers[side].get(name)
-        if owner is not None and len(numbers) > 1 and (side, shapes[side].get(name)) in lonely:
+        if owner is None or len(numbers) < 2 or (side, shapes[side].get(name)) not in lonely:
+            continue
+        # A tensor that is divided names all that have a part of it.
+        if not {cases[n].match.name for n in numbers} <= {*explanations[owner].other_names}:
             reason = f"{quoted([cases[n].match.name for n in sorted(numbers)])} are copies"
             doubted |= _doubted(siblings, [owner, *numbers], reason)
     return doubted
@@ -175,23 +178,24 @@ def unlike_few_siblings(
 ) -> dict[int, Explanation]:
     """Return new explanations of tensors whose siblings are too few to show which of them is right.
 
-    Joints are left out, which cannot be tried in another order.
+    Joints are left out, which cannot be tried in another order, and offsets.
     """
     siblings = _Siblings(cases, explanations)
     suspects = []
     for members in siblings.groups(places, _template).values():
         alone = [n for n in siblings.explained(members) if not explanations[n].joint]
-        layouts = Counter([explanations[n].layout for n in alone])
-        if len(layouts) > 1 and len(alone) < _FEWEST_SIBLINGS:
+        layouts = {n: replace(explanations[n], offset=None).layout for n in alone}
+        counts = Counter(layouts.values())
+        if len(counts) > 1 and len(alone) < _FEWEST_SIBLINGS:
             suspects += [
-                _Suspect(n, explanations[m], layouts[explanations[m].layout])
+                _Suspect(n, explanations[m], counts[layouts[m]])
                 for n, m in permutations(alone, 2)
-                if explanations[n].layout != explanations[m].layout
+                if layouts[n] != layouts[m]
             ]
     holds = verify([(suspect.case, suspect.usual.steps) for suspect in suspects])
     unlike: dict[int, Explanation] = {}
     for suspect, is_like in zip(suspects, holds, strict=True):
-        if not is_like or suspect.usual.offset != explanations[suspect.case].offset:
+        if not is_like:
             unlike |= _accused(siblings, suspect)
     return unlike
 
