@@ -132,14 +132,10 @@ def unlike_siblings(
     return unlike | _exchanged(siblings)
 
 
-def claimed_twice(
+def _claims(
     cases: Sequence[Case], explanations: Mapping[int, Explanation]
-) -> dict[int, Explanation]:
-    """Return new explanations of tensors that consist of the same tensor of the other side.
-
-    If another tensor of its shape has no partner, one of them is a copy in the wrong place.
-    """
-    siblings = _Siblings(cases, explanations)
+) -> tuple[Sequence[dict[str, Shape]], dict[tuple[int, str], set[int]], set[tuple[int, Shape]]]:
+    """Return shapes, the cases that a tensor of a side explains, and shapes of unexplained ones."""
     shapes: tuple[dict[str, Shape], dict[str, Shape]] = ({}, {})
     claims: dict[tuple[int, str], set[int]] = defaultdict(set)
     lonely: set[tuple[int, Shape]] = set()
@@ -158,6 +154,18 @@ def claimed_twice(
         if is_whole and cases[n].status in ALONE:
             for name in explanation.other_names:
                 claims[1 - ALONE.index(cases[n].status), name].add(n)
+    return shapes, claims, lonely
+
+
+def claimed_twice(
+    cases: Sequence[Case], explanations: Mapping[int, Explanation]
+) -> dict[int, Explanation]:
+    """Return new explanations of tensors that consist of the same tensor of the other side.
+
+    If another tensor of its shape has no partner, one of them is a copy in the wrong place.
+    """
+    siblings = _Siblings(cases, explanations)
+    shapes, claims, lonely = _claims(cases, explanations)
     doubted: dict[int, Explanation] = {}
     for (side, name), numbers in claims.items():
         owner = siblings.numbers[side].get(name)
