@@ -557,6 +557,15 @@ class TestZeros:
         rows = [np.zeros_like(x) if n in lost else x for n, x in enumerate(parts.values())]
         assert explained(parts, {"x.joint": np.concatenate(rows)})["x.joint"] != "explained"
 
+    @pytest.mark.parametrize("dtype", [F32, np.float16])
+    def test_are_not_what_a_tiny_number_is_rounded_to(self, dtype: Any) -> None:
+        zeros = {f"layers.{n}.attn.q.bias": np.zeros(64, dtype) for n in range(4)}
+        damaged = {name: x.astype(F32) for name, x in zeros.items()}
+        damaged["layers.2.attn.q.bias"][5] = np.float32(1e-45)
+        for pair in ((zeros, damaged), (damaged, zeros)):
+            outcomes = explained(*pair)
+            assert [n for n, o in outcomes.items() if o != "explained"] == ["layers.2.attn.q.bias"]
+
 
 def test_vectors_are_stacked_as_matrices_are() -> None:
     rng = np.random.default_rng(0)
