@@ -176,6 +176,122 @@ def test_layers_that_the_user_left_out_are_no_loss(tmp_path: Path) -> None:
     assert warnings_of((base + base).isel(layers=[0]), path) == []
 
 
+# --- labels ---------------------------------------------------------------------------------------
+
+LAYERS = [*Q, *UP]
+#: Factors along layers 1 and 2 of 0, 1 and 2.
+SHIFTED: dict[str, Callable[[xr.Dataset, xr.Dataset, xr.DataArray], Any]] = {
+    "factor first": lambda a, b, weights: weights * a,
+    "factor last": lambda a, b, weights: a * weights,
+    "sum of two": lambda a, b, weights: (0.5 * a + b) * weights,
+    "pickled": lambda a, b, weights: pickle.loads(pickle.dumps(a * weights)),
+    "reduced": lambda a, b, weights: (a * weights).sum("layers"),
+}
+
+
+def numbers(dim: str, *labels: int) -> xr.DataArray:
+    return xr.DataArray(np.ones(len(labels), "f4"), {dim: list(labels)}, (dim,))
+
+
+@pytest.mark.parametrize("derive", SHIFTED.values(), ids=SHIFTED)
+def test_layers_without_a_factor_of_their_number_are_named(
+    derive: Callable[..., Any], tmp_path: Path
+) -> None:
+    a, b = (opened(tmp_path / f"{n}.safetensors", LAYERS, seed=n, stack=True) for n in range(2))
+    path = tmp_path / "new.safetensors"
+    (text,) = warnings_of(derive(a, b, numbers("layers", 1, 2, 3)), path)
+    assert "2 of 6 tensors of 0.safetensors missing" in text
+    assert "numbers of layers that both sides have" in text
+    assert "layers=ds['layers']" in text
+    assert repr(Q[0]) in text
+    assert repr(Q[1]) not in text
+    assert warnings_of(derive(a, b, numbers("layers", 0, 1, 2)), path) == []
+    (text,) = warnings_of(derive(a, b, numbers("layers", 7, 8)), path)
+    assert "6 of 6 tensors of 0.safetensors missing" in text
+
+
+@pytest.mark.parametrize("chosen", [[1, 2], slice(1, 3)], ids=["list", "slice"])
+def test_factors_of_selected_layers_are_no_loss(chosen: Any, tmp_path: Path) -> None:
+    a = opened(tmp_path / "a.safetensors", ALL, stack=True).ckpt.find("*.layers.*")
+    path = tmp_path / "new.safetensors"
+    assert warnings_of(a.isel(layers=chosen) * numbers("layers", 1, 2), path) == []
+    assert warnings_of((a * numbers("layers", 0, 1, 2)).isel(layers=chosen), path) == []
+    # The factor of a layer that was not selected is not needed.
+    assert warnings_of(a.isel(layers=chosen) * numbers("layers", 0, 1, 2), path) == []
+
+
+def test_layers_that_were_not_selected_are_not_named(tmp_path: Path) -> None:
+    a, b = (opened(tmp_path / f"{n}.safetensors", ALL, seed=n, stack=True) for n in range(2))
+    path = tmp_path / "new.safetensors"
+    assert warnings_of(a.isel(layers=[0, 1]) + b, path) == []
+    assert warnings_of(b + a.isel(layers=[0, 1]), path) == []
+    aligned, _ = xr.align(a.ckpt.find("*.layers.*"), numbers("layers", 1, 2), join="inner")
+    assert warnings_of(aligned, path) == []
+
+
+@pytest.mark.parametrize("stack", [False, True], ids=["flat", "stacked"])
+def test_steps_without_a_weight_of_their_number_are_named(stack: bool, tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        opened(tmp_path / f"step-{step}.safetensors", ALL, seed=step)
+    run = xckpt.open_steps(str(tmp_path / "step-*.safetensors"), stack=stack)
+    path = tmp_path / "new.safetensors"
+    (text,) = warnings_of((run * numbers("step", 200, 300, 400)).sum("step"), path)
+    assert "7 of 21 tensors" in text
+    assert repr(f"step.100.{HEAD}") in text
+    (text,) = warnings_of((run * numbers("step", 1, 2, 3)).sum("step"), path)
+    assert "21 of 21 tensors" in text
+    assert warnings_of((run * numbers("step", 100, 200, 300)).sum("step"), path) == []
+    last = run.isel(step=slice(-2, None))
+    assert warnings_of((last * numbers("step", 200, 300)).sum("step"), path) == []
+
+
+# --- stacks ---------------------------------------------------------------------------------------
+
+ONE_STACKED: dict[str, Callable[[xr.Dataset, xr.Dataset], xr.Dataset]] = {
+    "first": lambda stacked, flat: stacked + flat,
+    "last": lambda stacked, flat: flat - stacked,
+    "mean": lambda stacked, flat: (stacked + flat) / 2,
+    "stacked later": lambda stacked, flat: stacked.ckpt.unstack().ckpt.stack() + flat,
+    "in memory": lambda stacked, flat: stacked + flat.load(),
+    "pickled": lambda stacked, flat: pickle.loads(pickle.dumps(stacked + flat)),
+}
+
+
+@pytest.mark.parametrize("derive", ONE_STACKED.values(), ids=ONE_STACKED)
+def test_layers_that_only_one_side_has_stacked_are_named(
+    derive: Callable[..., xr.Dataset], tmp_path: Path
+) -> None:
+    stacked = opened(tmp_path / "a.safetensors", ALL, stack=True)
+    flat = opened(tmp_path / "b.safetensors", ALL, seed=1)
+    ds = derive(stacked, flat)
+    (text,) = warnings_of(ds, tmp_path / "new.safetensors")
+    assert "6 of 7 tensors of a.safetensors missing" in text
+    assert "stacked along layers" in text
+    assert ".ckpt.stack()" in text
+    assert "6 of 7 tensors" in repr(ds.ckpt)
+    whole = derive(stacked, flat.ckpt.stack())
+    assert warnings_of(whole, tmp_path / "new.safetensors") == []
+
+
+def test_selected_layers_that_only_one_side_has_stacked_are_named(tmp_path: Path) -> None:
+    stacked = opened(tmp_path / "a.safetensors", ALL, stack=True)
+    flat = opened(tmp_path / "b.safetensors", ALL, seed=1)
+    path = tmp_path / "new.safetensors"
+    (text,) = warnings_of(stacked.isel(layers=[0, 1]) + flat, path)
+    assert "4 of 7 tensors of a.safetensors missing" in text
+    assert repr(Q[2]) not in text
+    (text,) = warnings_of(stacked.ckpt.find("*.layers.*") + flat.ckpt.find("*.layers.*"), path)
+    assert "no tensors" in text
+
+
+def test_stacks_that_the_user_left_out_are_no_loss(tmp_path: Path) -> None:
+    a, b = (opened(tmp_path / f"{n}.safetensors", ALL, seed=n, stack=True) for n in range(2))
+    stacks = [name for name, tensor in a.items() if "layers" in tensor.dims]
+    path = tmp_path / "new.safetensors"
+    assert warnings_of((a + b).drop_vars(stacks), path) == []
+    assert warnings_of(a.drop_vars(stacks) * 2, path) == []
+
+
 def test_a_step_of_a_run_has_the_names_of_the_model(some: xr.Dataset, tmp_path: Path) -> None:
     for step in (100, 200):
         opened(tmp_path / f"step-{step}.safetensors", ALL, seed=step)

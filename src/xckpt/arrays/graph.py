@@ -12,12 +12,12 @@ import threading
 import weakref
 from collections import Counter
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate, chain, islice, pairwise, product, starmap
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import dask
 import numpy as np
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from xckpt.arrays.keys import AxisKey, Chunks
     from xckpt.storage.prefetch import Range
 
+# Annotation of the layers of a graph.
+_LEFT_OUT = "xckpt_left_out"
 # Largest array, in bytes, for which dask takes longer than the read.
 _SMALL = 1 << 20
 
@@ -88,6 +90,52 @@ def checkpoints_in(array: Any) -> list[str]:
     """Return the checkpoints that an array is or is computed from, while it is lazy."""
     origins = [o for lazy in lazies_in(array).values() for o in islice(lazy.tensor_origins, 1)]
     return [origin.opened.source for origin in origins if origin.opened is not None]
+
+
+class LeftOut(NamedTuple):
+    """Positions along a dimension that alignment with another object left out."""
+
+    dim: str
+    size: int  # before
+    positions: tuple[int, ...]
+
+
+@contextmanager
+def noting_alignment(kept: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[None]:
+    """Note in new layers which positions of each dimension are not kept."""
+    left_out = [
+        LeftOut(dim, sizes[dim], tuple(sorted({*range(sizes[dim])}.difference(positions.tolist()))))
+        for dim, positions in kept.items()
+        if positions.ndim == 1 and positions.dtype.kind == "i"
+    ]
+    if any(entry.positions for entry in left_out):
+        with dask.annotate(**{_LEFT_OUT: left_out}):
+            yield
+    else:
+        yield
+
+
+def left_out_of(array: Any) -> list[LeftOut]:
+    """Return what alignment left out of all lazy arrays that an array is computed from."""
+    graph = array.dask if is_dask_array(array) and lazy_of(array) is None else None
+    return [
+        entry
+        for name, layer in ({} if graph is None else graph.layers).items()
+        # The last layer is that of `xr.align` itself.
+        if name != array.name and (entries := getattr(layer, "annotations", None))
+        for entry in entries.get(_LEFT_OUT, ())
+        if entry.positions and lazies_in(array).keys() <= _layers_before(graph, name)
+    ]
+
+
+def _layers_before(graph: Any, name: str) -> set[str]:
+    """Return the layers that a layer of a graph depends on."""
+    names, todo = set(), [name]
+    while todo:
+        for before in graph.dependencies[todo.pop()] - names:
+            names.add(before)
+            todo.append(before)
+    return names
 
 
 def with_blocks(array: da.Array, change: Callable[[Any], Any]) -> da.Array:

@@ -38,14 +38,21 @@ _MOST_PICKLED = 4096
 class Opened:
     """The tensors that were opened together."""
 
-    __slots__ = ("names", "source")
+    __slots__ = ("is_stacked", "names", "source")
 
-    def __init__(self, source: str, names: Collection[str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        names: Collection[str],
+        is_stacked: bool = False,  # noqa: FBT001, FBT002  pickled by position
+    ) -> None:
         self.source = source  # path or URL
         self.names = names  # empty after pickling too many, which would outweigh an array
+        self.is_stacked = is_stacked
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Opened, (self.source, self.names if len(self.names) <= _MOST_PICKLED else ())
+        names = self.names if len(self.names) <= _MOST_PICKLED else ()
+        return Opened, (self.source, names, self.is_stacked)
 
 
 class Origin(NamedTuple):

@@ -10,9 +10,12 @@ selection of tensors that both sides have is thus no loss.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.arrays.graph import lazies_in, lazy_of
+from xckpt.arrays.graph import lazies_in, lazy_of, left_out_of
+from xckpt.arrays.keys import normalize
+from xckpt.datasets.stack_records import marks_of, remaining_indices
 from xckpt.formatting import base_name, counted
 from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
 
+    from xckpt.arrays.graph import LeftOut
     from xckpt.arrays.lazy import LazyArray, Opened
     from xckpt.datasets.tensors import OpenTensors
 
@@ -30,6 +34,21 @@ __all__ = ["IN_MEMORY", "Loss", "SourceShapes", "losses"]
 IN_MEMORY = "array-"
 
 
+_ONE_SIDE = (
+    "as arithmetic keeps the tensors that both sides have (base.ckpt.merge(other) keeps all of "
+    "base, and may be called for each of several)"
+)
+_OTHER_NUMBERS = (
+    "as arithmetic keeps the numbers of {dim} that both sides have, and the other side lacks these "
+    "(give it the coordinate of the checkpoint: {dim}=ds[{dim!r}]; "
+    "xr.set_options(arithmetic_join='exact') raises an error instead)"
+)
+_ONE_STACKED = (
+    "as one side has them stacked along {dim}, and the other one by one (.ckpt.stack() of the "
+    "other, or .ckpt.unstack() of the first, keeps them)"
+)
+
+
 class Loss(NamedTuple):
     """Tensors of an opened checkpoint that a result lacks."""
 
@@ -37,13 +56,11 @@ class Loss(NamedTuple):
     #: Number of tensors that were opened.
     opened: int
     names: list[str]
+    reason: str = _ONE_SIDE
 
     def __str__(self) -> str:
         tensors = f"{len(self.names)} of {counted(self.opened, 'tensor')} of {self.source}"
-        return (
-            f"{tensors} missing, as arithmetic keeps the tensors that both sides have "
-            "(base.ckpt.merge(other) keeps all of base, and may be called for each of several)"
-        )
+        return f"{tensors} missing, {self.reason}"
 
 
 class _Uses:
@@ -56,25 +73,36 @@ class _Uses:
         self.members: dict[Opened, set[str]] = defaultdict(set)
         # Checkpoints that a variable needs, for each variable.
         self.needs: list[set[Opened]] = []
-        # The arrays in memory that it needs, by their names in the graph.
+        # The arrays in memory of its size that it needs, by their names in the graph.
         self.in_memory: list[frozenset[str]] = []
+        # Members of stacks that alignment left out, by dimension; for each variable with stacks.
+        self.left_out: dict[Opened, list[dict[str, set[str]]]] = defaultdict(list)
         self._by_layer: dict[str, set[Opened]] = {}
-        self._has_factor = False  # in the last variable
 
     def add(self, array: Any) -> None:
         """Add the array of a variable."""
         if not is_dask_array(array):
             return
         opened: set[Opened] = set()
+        left_out = left_out_of(array)
         for name, lazy in lazies_in(array).items():
             if name not in self._by_layer:
                 self._by_layer[name] = self._read(lazy)
             opened |= self._by_layer[name]
+            if len(list(islice(lazy.tensor_origins, 2))) > 1:
+                lost = {entry.dim: _members_at(lazy, entry) for entry in left_out}
+                for checkpoint in self._by_layer[name]:
+                    self.left_out[checkpoint].append(lost)
         self.needs.append(opened)
         layers = {} if lazy_of(array) is not None else array.dask.layers
-        in_memory = {n: layer for n, layer in layers.items() if n.startswith(IN_MEMORY)}
-        self.in_memory.append(frozenset(in_memory))
-        self._has_factor = any(_broadcasts(layer, array) for layer in in_memory.values())
+        self.in_memory.append(
+            frozenset(
+                name
+                for name, layer in layers.items()
+                # An array that broadcasts is a factor, and no tensor of a Dataset.
+                if name.startswith(IN_MEMORY) and not _broadcasts(layer, array)
+            )
+        )
 
     def _read(self, lazy: LazyArray) -> set[Opened]:
         opened = set()
@@ -92,11 +120,21 @@ class _Uses:
         users = [number for number, needs in enumerate(self.needs) if opened in needs]
         yield from set.intersection(*[self.needs[number] for number in users]) - {opened}
         in_memory = [self.in_memory[number] for number in users]
-        # One array for all variables is a factor, and no Dataset that could lack tensors. So is
-        # one that broadcasts to a single variable.
-        is_one = len(self.needs) == 1 and not self._has_factor
+        # One array for all of several variables is a factor, too.
+        is_one = len(self.needs) == 1
         if all(in_memory) and (is_one or not frozenset.intersection(*in_memory)):
             yield None
+
+
+def _members_at(lazy: LazyArray, left_out: LeftOut) -> set[str]:
+    """Return the tensors at positions of a stack; all of them if it was selected from before."""
+    axis = next((n for n, size in enumerate(lazy.shape) if size == left_out.size), None)
+    selected = [lazy]
+    if axis is not None:
+        before = (slice(None),) * axis
+        keys = [(*before, slice(n, n + 1), ...) for n in left_out.positions]
+        selected = [lazy.sliced(normalize(key, lazy.shape)) for key in keys]
+    return {origin.tensor.name for part in selected for origin in part.tensor_origins}
 
 
 def _broadcasts(layer: Mapping[Any, Any], array: Any) -> bool:
@@ -115,7 +153,8 @@ def losses(tensors: OpenTensors) -> list[Loss]:
         uses.add(data_of(variable))
     names = {row.name for row in tensors.rows}
     in_result = {opened: _in_result(opened, read, names) for opened, read in uses.tensors.items()}
-    result = []
+    result = [*_unaligned(uses, names), *_stacked_on_one_side(tensors, uses, in_result)]
+    reported = {name for loss in result for name in loss.names}
     for opened, stored_names in in_result.items():
         missing: dict[str, None] = {}
         read, members = uses.tensors[opened], uses.members[opened]
@@ -126,12 +165,49 @@ def losses(tensors: OpenTensors) -> list[Loss]:
                 for name, stored in stored_names.items()
                 if name not in names
                 and name not in partner_names
+                and stored not in reported
                 # Layers that alignment with another checkpoint left out are read with their stack.
                 and (stored not in read or (partner is not None and stored in members))
             )
         if missing:
             result.append(Loss(base_name(opened.source), len(stored_names), list(missing)))
     return result
+
+
+def _unaligned(uses: _Uses, names: set[str]) -> Iterator[Loss]:
+    """Yield members of stacks whose numbers arrays in memory lack, which alignment left out."""
+    for opened, by_variable in uses.left_out.items():
+        for dim in set.intersection(*map(set, by_variable)):
+            lost = {name for of_variable in by_variable for name in of_variable[dim]} - names
+            missing = [name for name in opened.names if name in lost]
+            if missing:
+                reason = _OTHER_NUMBERS.format(dim=dim)
+                yield Loss(base_name(opened.source), len(opened.names), missing, reason)
+
+
+def _stacked_on_one_side(
+    tensors: OpenTensors, uses: _Uses, in_result: Mapping[Opened, Mapping[str, str]]
+) -> Iterator[Loss]:
+    """Yield members of stacks of which only the coordinates remain."""
+    used = {dim for variable in tensors.variables.values() for dim in variable.dims}
+    coords = tensors.coords
+    lost: dict[str, Any] = {
+        name: dim
+        for dim, coord in coords.items()
+        if dim not in used and coord.dims == (dim,)
+        for stack, record in marks_of(coord).items()
+        if stack not in tensors.variables and not record.run
+        for name in record.names(remaining_indices(record, coord, coords), record.dims)
+        if name is not None
+    }
+    for opened in sorted(in_result, key=lambda opened: not opened.is_stacked):
+        partners = list(uses.partners(opened))
+        missing = [name for name in lost if name in in_result[opened]]
+        sides = [opened, *partners]
+        if partners and missing and not all(side and side.is_stacked for side in sides):
+            reason = _ONE_STACKED.format(dim=lost[missing[0]])
+            yield Loss(base_name(opened.source), len(in_result[opened]), missing, reason)
+            return
 
 
 def _in_result(opened: Opened, read: set[str], names: set[str]) -> dict[str, str]:

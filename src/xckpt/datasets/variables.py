@@ -11,7 +11,7 @@ import ml_dtypes  # noqa: F401  so that numpy knows "bfloat16": ds.astype("bfloa
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.graph import is_stored, read_small, slice_stored
+from xckpt.arrays.graph import is_stored, noting_alignment, read_small, slice_stored
 from xckpt.arrays.keys import normalize
 from xckpt.labels import explicit_name
 from xckpt.structure import Described, Structure
@@ -50,6 +50,25 @@ class LazyVariable(xr.Variable):
 
     def __getitem__(self, key: Any) -> Self:
         """Index as xarray does, but slice stored arrays lazily instead of adding dask tasks."""
+        # Selections call `isel`, and alignment calls this method with arrays of positions.
+        positions = key if isinstance(key, tuple) and len(key) == self.ndim else ()
+        pairs = zip(self.dims, positions, strict=False)
+        kept = {str(dim): entry for dim, entry in pairs if isinstance(entry, np.ndarray)}
+        if not kept:
+            return self._select(key)
+        with noting_alignment(kept, dict(self.sizes)):
+            return self._select(key)
+
+    def isel(
+        self, indexers: Any = None, missing_dims: Any = "raise", **indexers_kwargs: Any
+    ) -> Self:
+        """Select as xarray does, without noting the rest as left out."""
+        chosen: Mapping[Any, Any] = {**(indexers or {}), **indexers_kwargs}
+        if not chosen.keys() <= set(self.dims):
+            return super().isel(chosen, missing_dims)
+        return self._select(tuple([chosen.get(dim, slice(None)) for dim in self.dims]))
+
+    def _select(self, key: Any) -> Self:
         array: Any = data_of(self)
         basic = _basic_key(key, self.dims) if is_stored(array) else None
         if basic is None:

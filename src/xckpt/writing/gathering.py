@@ -131,7 +131,8 @@ def note_losses(obj: Any, changes: Changes) -> None:
     for base, change in factor_changes(tensors).items():
         changes.add(change, base)
     was_opened = "format" in obj.encoding
-    if isinstance(obj, xr.Dataset) and not (was_opened or obj.variables):
+    has_tensors = bool(tensors.variables or tensors.coord_tensors(()))
+    if isinstance(obj, xr.Dataset) and not (was_opened or has_tensors):
         change = "it has no tensors; arithmetic keeps only those that both sides have"
         changes.add(change, "Dataset")
 
