@@ -181,11 +181,11 @@ def test_layers_that_the_user_left_out_are_no_loss(tmp_path: Path) -> None:
 LAYERS = [*Q, *UP]
 #: Factors along layers 1 and 2 of 0, 1 and 2.
 SHIFTED: dict[str, Callable[[xr.Dataset, xr.Dataset, xr.DataArray], Any]] = {
-    "factor first": lambda a, b, weights: weights * a,
-    "factor last": lambda a, b, weights: a * weights,
+    "factor first": lambda a, _, weights: weights * a,
+    "factor last": lambda a, _, weights: a * weights,
     "sum of two": lambda a, b, weights: (0.5 * a + b) * weights,
-    "pickled": lambda a, b, weights: pickle.loads(pickle.dumps(a * weights)),
-    "reduced": lambda a, b, weights: (a * weights).sum("layers"),
+    "pickled": lambda a, _, weights: pickle.loads(pickle.dumps(a * weights)),
+    "reduced": lambda a, _, weights: (a * weights).sum("layers"),
 }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import xckpt
 from tests.writing.attributes import missing
 from tests.writing.saved import ENGINES, OPTIONS
 from xckpt import CheckpointWarning, UnsupportedError, formats, read_index
@@ -190,3 +191,102 @@ class TestStatedAttributes:
         again = xr.open_dataset(tmp_path / "m.safetensors.index.json", engine="safetensors")
         assert again["w"].attrs == w.attrs
         assert list(again.coords) == ["n"]
+
+
+# --- sizes of a model -----------------------------------------------------------------------------
+
+SIZES = {"block_count": 3, "embedding_length": 8, "feed_forward_length": 12, "vocab_size": 16}
+LLAMA_CPP: dict[str, Any] = {
+    "general.architecture": "llama",
+    **{f"llama.{key}": value for key, value in SIZES.items()},
+    "tokenizer.ggml.tokens": [f"token {n}" for n in range(16)],
+}
+SHAPES = {"attn_q": (8, 8), "ffn_up": (12, 8), "ffn_down": (8, 12), "attn_norm": (8,)}
+CUT: dict[str, tuple[Callable[[xr.Dataset], xr.Dataset], dict[str, int]]] = {
+    "layers": (lambda ds: ds.isel(blk=[0, 1]), {"block_count": 2}),
+    "a sum": (lambda ds: (ds + ds).isel(blk=[0, 1]), {"block_count": 2}),
+    "in memory": (lambda ds: ds.isel(blk=[0, 1]).load(), {"block_count": 2}),
+    "numbered": (
+        lambda ds: ds.isel(blk=[0, 2]).assign_coords(blk=range(2)),
+        {"block_count": 2},
+    ),
+    "more": (
+        lambda ds: ds.isel(blk=[0, 1, 1, 2]).assign_coords(blk=range(4)),
+        {"block_count": 4},
+    ),
+    "width": (lambda ds: ds.isel(ff=slice(6)), {"feed_forward_length": 6}),
+    "tokens": (lambda ds: ds.isel(vocab=slice(8)), {"vocab_size": 8}),
+}
+
+
+class TestSizes:
+    """Attributes that state the sizes of a model are those of the tensors that are written."""
+
+    @pytest.fixture
+    def gguf(self, tmp_path: Path) -> xr.Dataset:
+        rng = np.random.default_rng(0)
+        shapes: dict[str, Any] = {"token_embd.weight": (16, 8), "output.weight": (16, 8)}
+        for n in range(3):
+            shapes |= {f"blk.{n}.{name}.weight": shape for name, shape in SHAPES.items()}
+        tensors = {name: rng.normal(size=shape).astype("f4") for name, shape in shapes.items()}
+        ds = xckpt.open(tensors).assign_attrs(LLAMA_CPP)
+        save(ds, tmp_path / "base.gguf")
+        return xckpt.open(tmp_path / "base.gguf", stack=True)
+
+    @pytest.mark.parametrize(("cut", "sizes"), CUT.values(), ids=CUT)
+    def test_gguf_states_the_sizes_of_its_tensors(
+        self, cut: Any, sizes: dict[str, int], gguf: xr.Dataset, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "new.gguf"
+        text = warning_of(save, cut(gguf), path)
+        for key, value in sizes.items():
+            assert f"llama.{key}: {value} (was {SIZES[key]})" in text
+        assert ("tokenizer.ggml.tokens: 16" in text) == ("vocab_size" in sizes)
+        new = read_index(path)
+        assert {key: new.attrs[f"llama.{key}"] for key in SIZES} == SIZES | sizes
+        assert new.attr_types == read_index(tmp_path / "base.gguf").attr_types
+
+    def test_sizes_without_a_certain_value_are_named(
+        self, gguf: xr.Dataset, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "new.gguf"
+        text = warning_of(save, gguf.isel(blk=[0, 2]), path)
+        assert "llama.block_count 3: the tensors have layers 0, 2" in text
+        assert "ds.assign_coords(blk=ds['blk'].copy(data=range(2)))" in text
+        text = warning_of(save, gguf.isel(embd=slice(4)), path, overwrite=True)
+        assert "llama.embedding_length 8: the tensors have 4" in text
+
+    def test_rows_in_another_order_than_the_tokenizer_are_named(
+        self, gguf: xr.Dataset, tmp_path: Path
+    ) -> None:
+        text = warning_of(save, gguf.isel(vocab=np.arange(16)[::-1]), tmp_path / "new.gguf")
+        assert "another order than in: 'tokenizer.ggml.tokens'" in text
+
+    @pytest.mark.parametrize(
+        "derive",
+        [
+            lambda ds: ds,
+            lambda ds: (ds + ds) / 2,
+            lambda ds: ds.ckpt.find("*attn_q*"),
+            lambda ds: ds[["token_embd.weight"]],
+            lambda ds: ds.ckpt.unstack().assign(more=("n", np.ones(3, "f4"))),
+            lambda ds: ds.load(),
+        ],
+        ids=["unchanged", "mean", "part", "table", "more", "in memory"],
+    )
+    def test_sizes_of_whole_models_and_of_parts_stay(
+        self, derive: Any, gguf: xr.Dataset, tmp_path: Path
+    ) -> None:
+        assert warning_of(save, derive(gguf), tmp_path / "new.gguf") == ""
+        new = read_index(tmp_path / "new.gguf").attrs
+        assert {key: new[f"llama.{key}"] for key in SIZES} == SIZES
+
+    def test_a_config_in_the_attributes_has_the_sizes_of_the_tensors(self, tmp_path: Path) -> None:
+        config = {"model_type": "llama", "num_hidden_layers": 3, "torch_dtype": "float32"}
+        tensors = {f"model.layers.{n}.mlp.up_proj.weight": np.ones((4, 4), "f4") for n in range(3)}
+        save(xckpt.open(tensors).assign_attrs(config=config), tmp_path / "base.zt")
+        ds = xckpt.open(tmp_path / "base.zt", stack=True)
+        cut = ds.isel(layers=slice(2)).astype("float16")
+        assert "num_hidden_layers: 2" in warning_of(save, cut, tmp_path / "new.zt")
+        sizes = {"num_hidden_layers": 2, "torch_dtype": "float16"}
+        assert read_index(tmp_path / "new.zt").attrs["config"] == config | sizes

@@ -432,6 +432,40 @@ class TestResults:
         assert config("out") == LLAMA | {"vocab_size": 30}
         assert "tokenizer.json" not in names("out")
 
+    @pytest.mark.parametrize(
+        "order",
+        [
+            lambda ds: ds.isel(vocab=slice(None, None, -1)),
+            lambda ds: ds.isel(vocab=list(np.roll(np.arange(32), 3))),
+            lambda ds: ds.isel(vocab=np.arange(32)[::-1]) * 2,
+            lambda ds: (ds * 2).assign_coords(vocab=np.arange(32)[::-1]).sortby("vocab"),
+        ],
+        ids=["backwards", "list", "before a product", "sorted"],
+    )
+    def test_a_tokenizer_of_another_order_is_left_out(self, order: Any) -> None:
+        ds = xckpt.open("a")
+        with pytest.warns(CheckpointWarning, match=r"vocabulary are in another.*tokenizer\.json"):
+            order(ds).drop_vars("vocab", errors="ignore").ckpt.save("out/")
+        assert "tokenizer.json" not in names("out")
+        assert config("out") == LLAMA
+        ds.isel(vocab=np.arange(32)).ckpt.save("same/")
+        assert "tokenizer.json" in names("same")
+        with pytest.warns(CheckpointWarning, match="vocab_size"):  # rows of new tokens are copies
+            ds.drop_vars([HEAD, TABLE]).assign(
+                {n: xr.concat([ds[n], ds[n].isel(vocab=[5, 3])], "vocab") for n in (HEAD, TABLE)}
+            ).ckpt.save("more/")
+        assert "tokenizer.json" in names("more")
+
+    def test_tensors_of_another_type_than_the_config_are_named(self) -> None:
+        Path("a/config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "float32"}))
+        ds = xckpt.open("a")
+        head = ds[HEAD].astype("float64")
+        with pytest.warns(CheckpointWarning, match=f"than float32 of config.*'{HEAD} float64'"):
+            ds.assign({HEAD: head}).ckpt.save("out/")
+        half = ds.map(lambda tensor: tensor.astype("float16"))
+        half.ckpt.save("half/")
+        assert config("half")["torch_dtype"] == "float16"
+
     def test_numbers_of_tokens_without_a_row_are_named(self) -> None:
         tokens = {"bos_token_id": 1, "eos_token_id": [2, 31], "pad_token_id": 30}
         Path("a/config.json").write_text(json.dumps(LLAMA | tokens))

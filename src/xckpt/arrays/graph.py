@@ -12,12 +12,13 @@ import threading
 import weakref
 from collections import Counter
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate, chain, islice, pairwise, product, starmap
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import dask
 import numpy as np
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from xckpt.storage.prefetch import Range
 
 # Annotation of the layers of a graph.
-_LEFT_OUT = "xckpt_left_out"
+_SELECTIONS = "xckpt_selections"
 # Largest array, in bytes, for which dask takes longer than the read.
 _SMALL = 1 << 20
 
@@ -92,45 +93,53 @@ def checkpoints_in(array: Any) -> list[str]:
     return [origin.opened.source for origin in origins if origin.opened is not None]
 
 
-class LeftOut(NamedTuple):
-    """Positions along a dimension that alignment with another object left out."""
+@dataclass(frozen=True, eq=False)  # dask compares annotations
+class Selection:
+    """Positions along a dimension, of a layer that selects them."""
 
     dim: str
     size: int  # before
-    positions: tuple[int, ...]
+    positions: Any
+    is_aligned: bool  # with another object, and not by the user
+
+    @property
+    def left_out(self) -> list[int]:
+        """The other positions."""
+        is_left_out = np.ones(self.size, bool)
+        is_left_out[self.positions] = False
+        return np.flatnonzero(is_left_out).tolist()
 
 
 @contextmanager
-def noting_alignment(kept: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[None]:
-    """Note in new layers which positions of each dimension are not kept."""
-    left_out = [
-        LeftOut(dim, sizes[dim], tuple(sorted({*range(sizes[dim])}.difference(positions.tolist()))))
-        for dim, positions in kept.items()
-        if positions.ndim == 1 and positions.dtype.kind == "i"
-    ]
-    if any(entry.positions for entry in left_out):
-        with dask.annotate(**{_LEFT_OUT: left_out}):
-            yield
-    else:
+def noting(selections: list[Selection]) -> Iterator[None]:
+    """Note selections in the layers that are made meanwhile."""
+    with dask.annotate(**{_SELECTIONS: selections}) if selections else nullcontext():
         yield
 
 
-def left_out_of(array: Any) -> list[LeftOut]:
-    """Return what alignment left out of all lazy arrays that an array is computed from."""
-    graph = array.dask if is_dask_array(array) and lazy_of(array) is None else None
+def selections_in(array: Any) -> dict[str, list[Selection]]:
+    """Return the noted selections in the graph of an array, by layer."""
+    layers = array.dask.layers if is_dask_array(array) and lazy_of(array) is None else {}
+    notes = {name: getattr(layer, "annotations", None) for name, layer in layers.items()}
+    return {name: note[_SELECTIONS] for name, note in notes.items() if _SELECTIONS in (note or {})}
+
+
+def left_out_of(array: Any) -> list[Selection]:
+    """Return the alignments that left out parts of all lazy arrays that an array is made of."""
     return [
-        entry
-        for name, layer in ({} if graph is None else graph.layers).items()
+        selection
+        for name, selections in selections_in(array).items()
         # The last layer is that of `xr.align` itself.
-        if name != array.name and (entries := getattr(layer, "annotations", None))
-        for entry in entries.get(_LEFT_OUT, ())
-        if entry.positions and lazies_in(array).keys() <= _layers_before(graph, name)
+        if name != array.name and lazies_in(array).keys() <= _layers_before(array.dask, name)
+        for selection in selections
+        if selection.is_aligned and selection.left_out
     ]
 
 
 def _layers_before(graph: Any, name: str) -> set[str]:
     """Return the layers that a layer of a graph depends on."""
-    names, todo = set(), [name]
+    names: set[str] = set()
+    todo = [name]
     while todo:
         for before in graph.dependencies[todo.pop()] - names:
             names.add(before)

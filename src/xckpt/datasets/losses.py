@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
 
-    from xckpt.arrays.graph import LeftOut
+    from xckpt.arrays.graph import Selection
     from xckpt.arrays.lazy import LazyArray, Opened
     from xckpt.datasets.tensors import OpenTensors
 
@@ -84,13 +84,13 @@ class _Uses:
         if not is_dask_array(array):
             return
         opened: set[Opened] = set()
-        left_out = left_out_of(array)
+        alignments = left_out_of(array)
         for name, lazy in lazies_in(array).items():
             if name not in self._by_layer:
                 self._by_layer[name] = self._read(lazy)
             opened |= self._by_layer[name]
             if len(list(islice(lazy.tensor_origins, 2))) > 1:
-                lost = {entry.dim: _members_at(lazy, entry) for entry in left_out}
+                lost = {entry.dim: _members_at(lazy, entry) for entry in alignments}
                 for checkpoint in self._by_layer[name]:
                     self.left_out[checkpoint].append(lost)
         self.needs.append(opened)
@@ -126,13 +126,13 @@ class _Uses:
             yield None
 
 
-def _members_at(lazy: LazyArray, left_out: LeftOut) -> set[str]:
+def _members_at(lazy: LazyArray, alignment: Selection) -> set[str]:
     """Return the tensors at positions of a stack; all of them if it was selected from before."""
-    axis = next((n for n, size in enumerate(lazy.shape) if size == left_out.size), None)
+    axis = next((n for n, size in enumerate(lazy.shape) if size == alignment.size), None)
     selected = [lazy]
     if axis is not None:
         before = (slice(None),) * axis
-        keys = [(*before, slice(n, n + 1), ...) for n in left_out.positions]
+        keys = [(*before, slice(n, n + 1), ...) for n in alignment.left_out]
         selected = [lazy.sliced(normalize(key, lazy.shape)) for key in keys]
     return {origin.tensor.name for part in selected for origin in part.tensor_origins}
 

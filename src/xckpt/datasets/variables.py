@@ -11,7 +11,7 @@ import ml_dtypes  # noqa: F401  so that numpy knows "bfloat16": ds.astype("bfloa
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.graph import is_stored, noting_alignment, read_small, slice_stored
+from xckpt.arrays.graph import Selection, is_stored, noting, read_small, slice_stored
 from xckpt.arrays.keys import normalize
 from xckpt.labels import explicit_name
 from xckpt.structure import Described, Structure
@@ -51,28 +51,29 @@ class LazyVariable(xr.Variable):
     def __getitem__(self, key: Any) -> Self:
         """Index as xarray does, but slice stored arrays lazily instead of adding dask tasks."""
         # Selections call `isel`, and alignment calls this method with arrays of positions.
-        positions = key if isinstance(key, tuple) and len(key) == self.ndim else ()
-        pairs = zip(self.dims, positions, strict=False)
-        kept = {str(dim): entry for dim, entry in pairs if isinstance(entry, np.ndarray)}
-        if not kept:
-            return self._select(key)
-        with noting_alignment(kept, dict(self.sizes)):
-            return self._select(key)
+        return self._select(key, is_aligned=True)
 
     def isel(
         self, indexers: Any = None, missing_dims: Any = "raise", **indexers_kwargs: Any
     ) -> Self:
-        """Select as xarray does, without noting the rest as left out."""
+        """Select as xarray does; positions that are not selected are no loss."""
         chosen: Mapping[Any, Any] = {**(indexers or {}), **indexers_kwargs}
         if not chosen.keys() <= set(self.dims):
             return super().isel(chosen, missing_dims)
         return self._select(tuple([chosen.get(dim, slice(None)) for dim in self.dims]))
 
-    def _select(self, key: Any) -> Self:
+    def _select(self, key: Any, *, is_aligned: bool = False) -> Self:
         array: Any = data_of(self)
         basic = _basic_key(key, self.dims) if is_stored(array) else None
         if basic is None:
-            return super().__getitem__(key)
+            entries = key if isinstance(key, tuple) and is_dask_array(array) else ()
+            selections = [
+                Selection(str(dim), size, positions, is_aligned=is_aligned)
+                for dim, size, entry in zip(self.dims, self.shape, entries, strict=False)
+                if (positions := _positions(entry, size)) is not None
+            ]
+            with noting(selections):
+                return super().__getitem__(key)
         entries = normalize(basic, array.shape)
         pairs = zip(self.dims, entries, strict=True)
         dims = tuple([dim for dim, entry in pairs if isinstance(entry, slice)])
@@ -199,6 +200,17 @@ def _is_basic(entry: Any) -> bool:
     if entry is Ellipsis:
         return True
     return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
+
+
+def _positions(entry: Any, size: int) -> Any:
+    """Return the positions of an array, or of a slice backwards; None for other keys."""
+    if isinstance(entry, slice):
+        return np.arange(size)[entry] if (entry.step or 1) < 0 else None
+    array = entry.values if isinstance(entry, xr.Variable) else entry
+    if not isinstance(array, np.ndarray | list):
+        return None
+    array = np.asarray(array)
+    return np.arange(size)[array] if array.ndim == 1 and array.dtype.kind in "bi" else None
 
 
 class TensorArray(xr.backends.BackendArray):

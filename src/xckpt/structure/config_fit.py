@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import some
 from xckpt.formatting import counted
-from xckpt.structure.facts import declarations_in, model_facts, stated_sizes
+from xckpt.structure.facts import declarations_in, is_gguf, model_facts, sizes_stated_in
 from xckpt.structure.info import PARAMETERS
 from xckpt.structure.model import Structure
 from xckpt.structure.numbering import parse_name, split_leaf
@@ -54,8 +54,11 @@ class ConfigFit:
     problems: list[str] = field(default_factory=list)
     #: Weights of the model that are missing.
     missing: list[str] = field(default_factory=list)
-    #: Whether the vocabulary lost rows, and numbers of tokens that have none: "pad_token_id: 32".
+    #: Whether the vocabulary lost rows, has another number of rows, or has them in another order.
     has_fewer_tokens: bool = False
+    has_other_tokens: bool = False
+    has_reordered_tokens: bool = False
+    #: Numbers of tokens that have no row: "pad_token_id: 32".
     unknown_tokens: dict[str, None] = field(default_factory=dict)
 
 
@@ -91,9 +94,9 @@ def fit_config(
     `sources` tells where the values of new tensors come from; equal ones have equal sources.
     """
     fit = ConfigFit(deepcopy(dict(config)))
-    text = fit.config.get("text_config")
-    sizes = stated_sizes(*([fit.config, text] if isinstance(text, dict) else [fit.config]))
-    structure = Structure(before, model_facts({"config": config}))
+    sizes = sizes_stated_in(fit.config)
+    facts = model_facts(config if is_gguf(config) else {"config": config})
+    structure = Structure(before, facts)
     old, new = ({tensor.name: tensor.shape for tensor in side} for side in (before, after))
     removed = _fit_layers(fit, sizes.get("layer"), structure, new)
     fit.missing = _missing(fit, structure, old, new, removed)
@@ -189,10 +192,20 @@ def _fit_layers(
         return set()
     count = len(present[0])
     section: Any = size.section  # a part of the copy
-    lists = {k: v for k, v in section.items() if isinstance(v, list) and len(v) == size.value}
+    prefix = size.key.rpartition(".")[0]
+    lists = {
+        key: value
+        for key, value in section.items()
+        if key.startswith(prefix) and isinstance(value, list) and len(value) == size.value
+    }
     if len(present) < len(stacks) or not all(_are_all(numbers, count) for numbers in present):
         numbers = " and ".join([_ranges(numbers) for numbers in present])
-        fit.problems.append(f"{size.key} {size.value}: the tensors have layers {numbers}")
+        dim = next(iter(stacks)).rstrip(".").rpartition(".")[2]
+        hint = f"ds.assign_coords({dim}=ds[{dim!r}].copy(data=range({count})))"
+        fit.problems.append(
+            f"{size.key} {size.value}: the tensors have layers {numbers} "
+            f"(opened with stack=True, {hint} renumbers them)"
+        )
     elif any(len({*map(repr, kinds)}) > 1 for kinds in lists.values()):
         text = f"{size.key} {size.value}: the tensors have {count} layers; {some(list(lists), '')}"
         fit.problems.append(f"{text} has a value for each")
@@ -302,6 +315,7 @@ def _fit_size(
     if all(old == new for old, new in extents):
         return
     if axis == "vocab":
+        fit.has_other_tokens = True
         fit.has_fewer_tokens = any(new < old for old, new in extents)
     if axis in _INDEPENDENT and len(extents) == 1:
         _correct(fit, sizes[axis], next(iter(extents))[1])

@@ -28,6 +28,7 @@ from xckpt.structure.parameters import groups_of_numbers
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+_ARCHITECTURE = "general.architecture"
 _LARGEST = 1 << 62
 _LONGEST_FAMILY = 100
 _MOST_TYPES = 64
@@ -102,22 +103,23 @@ def model_facts(
     return replace(_facts_in(attrs, config), format=format, parameters=groups_of_numbers(attrs))
 
 
+def is_gguf(attrs: Mapping[Any, Any]) -> bool:
+    """Return whether attributes are those of a GGUF file that states its architecture."""
+    return isinstance(attrs.get(_ARCHITECTURE), str)
+
+
 def _facts_in(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None) -> ModelFacts:
-    architecture = attrs.get("general.architecture")
-    if isinstance(architecture, str):
-        return _of_gguf(architecture, attrs)
+    if is_gguf(attrs):
+        return _of_gguf(attrs[_ARCHITECTURE], attrs)
     kind = _family(attrs.get("kind"))
     config = attrs.get("config") if config is None else config
     if not isinstance(config, dict):
         return ModelFacts(kind)
     family = _family(config.get("model_type")) or kind
-    # Models of several modalities have the sizes of the language model one level deeper.
-    text = config.get("text_config")
-    sections = [config, text] if isinstance(text, dict) else [config]
     return ModelFacts(
         family,
         types=tuple(dict.fromkeys(islice(_types(config), _MOST_TYPES))),
-        sizes=sizes_in(*sections),
+        sizes=sizes_in(*_sections(config)),
         quantization=_quantized_modules(config),
         naming="gptrs" if kind in KINDS else "",
         config=config,
@@ -140,6 +142,21 @@ def stated_sizes(*sections: Mapping[str, Any]) -> dict[str, StatedSize]:
     }
     sizes = {n: StatedSize(*place, place[0][place[1]]) for n, place in places.items() if place}
     return {name: sizes[name] for name in _checked({n: s.value for n, s in sizes.items()})}
+
+
+def sizes_stated_in(config: Mapping[str, Any]) -> dict[str, StatedSize]:
+    """Return the sizes that a ``config.json``, or the attributes of a GGUF file, state."""
+    if not is_gguf(config):
+        return stated_sizes(*_sections(config))
+    keys = {name: f"{config[_ARCHITECTURE]}.{key}" for name, key in GGUF_KEYS.items()}
+    sizes = _checked({name: config.get(key) for name, key in keys.items()})
+    return {name: StatedSize(config, keys[name], size) for name, size in sizes.items()}
+
+
+def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    # Models of several modalities have the sizes of the language model one level deeper.
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
 
 
 def sizes_in(*sections: Mapping[str, Any]) -> dict[str, int]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +22,7 @@ from xckpt.arrays.dense import OnePartArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError, some
 from xckpt.formatting import counted
+from xckpt.index import StoredList
 from xckpt.opening import open_index
 from xckpt.opening.configs import CONFIGS, read_config
 from xckpt.opening.names import part_of
@@ -27,13 +30,13 @@ from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path, write_file
 from xckpt.storage.source import files_of
 from xckpt.structure.config_fit import check_config, fit_config, fit_quantization
-from xckpt.structure.facts import declarations_in, model_facts
+from xckpt.structure.facts import declarations_in, is_gguf, model_facts, sizes_stated_in
 from xckpt.structure.info import Described, Role
 from xckpt.structure.model import Structure
 from xckpt.writing.payloads import source_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from xckpt.formats.plan import WantedTensor
     from xckpt.index import Tensor
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from xckpt.writing.payloads import Gathered
     from xckpt.writing.targets import Target
 
-__all__ = ["Companions", "Origin", "companions_of", "origin_of"]
+__all__ = ["Companions", "Origin", "companions_of", "fit_attributes", "origin_of"]
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 # Files of transformers that describe a model: its tokenizer, and what holds if the config does.
@@ -62,6 +65,12 @@ _LARGEST_NBYTES = 256 << 20
 _LARGEST_CONFIG_NBYTES = 16 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _CORRECTED = "config.json has new values, as the tensors have"
+_CORRECTED_ATTRS = "attributes have new values, as the tensors have"
+_CONTRADICTED_ATTRS = "attributes that the tensors contradict"
+_TOKENS = "tokenizer.ggml.tokens"
+_OTHER_TOKENS = "lists of the tokenizer stay as they are, which llama.cpp compares with the tables"
+_REORDERED = "the rows of the vocabulary are in another order"
+_OTHER_TYPE = "of another type than {} of config.json, which transformers converts them to"
 _OF_ATTRS = "written from the attributes, without tokenizer, as no files are beside the tensors"
 _NO_CONFIG = (
     "no config.json or tokenizer is known for the tensors, and none is written; copy those of the "
@@ -185,6 +194,56 @@ def _described(tensors: Iterable[Tensor]) -> list[Described]:
     return [Described(t.name, t.dtype, t.shape) for t in tensors]
 
 
+def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
+    """Return a new file whose attributes state the sizes of its tensors; note the changes."""
+    attrs, payloads = gathered.attrs, gathered.payloads
+    is_whole = is_gguf(attrs)
+    stated = attrs if is_whole else attrs.get("config")
+    if not isinstance(stated, Mapping) or not sizes_stated_in(stated):
+        return gathered
+    config = {key: value for key, value in stated.items() if not key.startswith("tokenizer.")}
+    tokens = attrs.get(_TOKENS)
+    if is_whole and isinstance(tokens, list | StoredList):
+        config.setdefault(f"{attrs['general.architecture']}.vocab_size", len(tokens))
+    after = [Described(payload.name, payload.dtype, payload.shape) for payload in payloads]
+    before = origin_of(gathered).written({t.name: t.dtype for t in after}).tensors
+    if not before:
+        return gathered
+    fit = fit_config(config, before, after, {p.name: _source(p) for p in payloads})
+    if fit.missing:  # a part of a model
+        return gathered
+    if _main_type(before) != _main_type(after):
+        fit.config = _with_types(fit.config, after)
+    corrections = [text for text in fit.corrections if text.partition(":")[0] in stated]
+    changes.add_all(_CORRECTED_ATTRS, corrections)
+    changes.add_all(_CONTRADICTED_ATTRS, fit.problems)
+    if _TOKENS in attrs and fit.has_other_tokens:
+        changes.add(_OTHER_TOKENS, f"{_TOKENS}: {len(attrs[_TOKENS])}")
+    if _TOKENS in attrs and _are_reordered(payloads, after):
+        changes.add(f"{_REORDERED} than in", _TOKENS)
+    new = {key: value for key, value in fit.config.items() if key in stated}
+    return gathered._replace(
+        attrs={**attrs, **(new if is_whole else {"config": {**stated, **new}})}
+    )
+
+
+def _are_reordered(tensors: Iterable[WantedTensor], described: Sequence[Described]) -> bool:
+    """Return whether rows of a table of tokens were selected in another order."""
+    structure = Structure(described)
+    for tensor in tensors:
+        array = getattr(tensor, "data", {}).get("data")
+        if structure[tensor.name].slot not in {"token_embedding", "output"}:
+            continue
+        if hasattr(array, "dask"):
+            from xckpt.arrays.graph import selections_in
+
+            for selection in chain.from_iterable(selections_in(array).values()):
+                in_order = range(len(selection.positions))
+                if selection.dim == "vocab" and len(in_order) in tensor.shape:
+                    return selection.positions.tolist() != list(in_order)
+    return False
+
+
 class Companions(NamedTuple):
     """Files to write beside a new file by name: new contents, or a file to copy."""
 
@@ -220,6 +279,7 @@ def companions_of(
         return Companions({})  # such as updates, which describe another model
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
     fit_quantization(fit, dense, is_quantized=is_quantized)
+    fit.has_reordered_tokens = _are_reordered(tensors.values(), after)
     dropped = _reasons(fit, [*files, *stated], len(before))
     new = parsed | stated | ({_CONFIG: _with_types(fit.config, after)} if config else {})
     contents: dict[str, bytes | Path] = {}
@@ -235,7 +295,9 @@ def companions_of(
             contents[name] = _json(document, parsed.get(name), files.get(name))
     if not (files or stated) and _is_model(origin, after, target):
         changes.add(_NO_CONFIG, _CONFIG)
-    for change, name in _notes(origin, contents, files):
+    written = new.get(_CONFIG) if _CONFIG in contents else None
+    notes = _notes(origin, contents, files), _other_types(written or {}, before, after)
+    for change, name in chain.from_iterable(notes):
         changes.add(change, name)
     _add_changes(changes, contents, fit, target)
     return Companions(contents)
@@ -322,6 +384,8 @@ def _reasons(fit: ConfigFit, names: Collection[str], count: int) -> dict[str, st
     reasons = dict.fromkeys((_CONFIG, *_OF_MODEL) if fit.problems else (), "; ".join(fit.problems))
     if fit.has_fewer_tokens:
         reasons |= dict.fromkeys(_OF_TOKENIZER, "the vocabulary has fewer rows")
+    elif fit.has_reordered_tokens:
+        reasons |= dict.fromkeys(_OF_TOKENIZER, _REORDERED)
     return reasons
 
 
@@ -349,11 +413,25 @@ def _json(
 
 def _with_types(config: dict[str, Any], tensors: Sequence[Described]) -> dict[str, Any]:
     """Set the element type of tensors in a config."""
+    dtype = _main_type(tensors)
+    return config | {key: dtype for key in _DTYPE_KEYS if key in config and dtype}
+
+
+def _main_type(tensors: Iterable[Described]) -> str:
+    """Return the type of most elements of floats; empty without floats."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if tensor.dtype in WIDE_FLOATS:
             sizes[tensor.dtype] += prod(tensor.shape)
-    for key in _DTYPE_KEYS:
-        if key in config and sizes:
-            config[key] = sizes.most_common(1)[0][0]
-    return config
+    return sizes.most_common(1)[0][0] if sizes else ""
+
+
+def _other_types(
+    config: Mapping[str, Any], before: Iterable[Described], after: Iterable[Described]
+) -> Iterator[tuple[str, str]]:
+    """Yield notes of tensors whose type was changed, and is not that of the config."""
+    stated = next((config[key] for key in _DTYPE_KEYS if key in config), None)
+    types = {tensor.name: tensor.dtype for tensor in before}
+    for tensor in after if stated in WIDE_FLOATS else ():
+        if tensor.dtype in WIDE_FLOATS and tensor.dtype not in {stated, types.get(tensor.name)}:
+            yield _OTHER_TYPE.format(stated), f"{tensor.name} {tensor.dtype}"

@@ -31,6 +31,7 @@ from xckpt.options import RENAMING, takes
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.structure import structure_of
+from xckpt.writing.companions import fit_attributes
 from xckpt.writing.fitting import Fitting, Requests
 from xckpt.writing.job import plan_job
 from xckpt.writing.payloads import Gathered, lazy_dask_array, source_files, stored_payload
@@ -150,10 +151,13 @@ def save(
     note_losses(obj, fitting.changes)
     format = fitting.writer.name
     gathered = gather(obj, fitting, format)
+    target = Target.of(path, overwrite=overwrite, storage_options=storage_options)
+    if not target.is_folder:
+        gathered = fit_attributes(gathered, fitting.changes)
     job = plan_job(
         gathered,
         fitting,
-        Target.of(path, overwrite=overwrite, storage_options=storage_options),
+        target,
         format_options,
         sources=source_files(gathered.payloads),
         before=partial(opened_as, obj, format),
