@@ -274,6 +274,36 @@ class TestTypesOfResults:
         mean = (a[self.IDS].values.astype("f8") + b[self.IDS].values) / 2
         assert xckpt.open("out.safetensors")[self.IDS].values.tolist() == np.rint(mean).tolist()
 
+    @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "u2", "?"])
+    def test_small_integers_are_computed_as_int64(self, dtype: str) -> None:
+        largest = 1 if dtype == "?" else np.iinfo(dtype).max
+        ids = np.array([[0, largest, largest]]).astype(dtype)
+        for name in "ab":
+            save({self.IDS: ids}, f"{name}.safetensors")
+        a, b = xckpt.open("a.safetensors"), xckpt.open("b.safetensors")
+        assert (a + b)[self.IDS].values.tolist() == [[0, 2 * largest, 2 * largest]]
+        assert (a - b)[self.IDS].values.tolist() == [[0, 0, 0]]
+        assert (-a)[self.IDS].values.tolist() == [[0, -largest, -largest]]
+        mean = (a + b) / 2
+        for ds in (mean, a + (b - a), a.ckpt.merge(b - a), a + b - a):
+            ds.ckpt.save("out.safetensors", overwrite=True)
+            out = xckpt.open("out.safetensors")[self.IDS]
+            assert out.dtype == ids.dtype
+            assert out.values.tolist() == ids.tolist()
+        check = xckpt.compare(mean, "out.safetensors").ckpt.table()
+        assert check["status"].tolist() == ["same"]
+
+    def test_sums_that_a_small_type_cannot_hold_are_an_error(self) -> None:
+        save({self.IDS: np.array([[200]], "u1")}, "a.safetensors")
+        ds = xckpt.open("a.safetensors")
+        hint = r"position_ids'.* is 400, which uint8 cannot hold.*astype"
+        with pytest.raises(UnsupportedError, match=hint):
+            (ds + ds).ckpt.save("out.safetensors")
+        (ds.astype("int64") + ds).ckpt.save("out.safetensors")
+        assert xckpt.open("out.safetensors")[self.IDS].values.tolist() == [[400]]
+        (ds + ds).astype("uint8").ckpt.save("wrapped.safetensors")
+        assert xckpt.open("wrapped.safetensors")[self.IDS].values.tolist() == [[144]]
+
     def test_computed_nan_is_counted_and_named(self) -> None:
         a, b, c = self.opened()
         for result in (a.where(a > 1.2), b.where(b > 2), xr.concat([a, c], "n").shift(n=1)):

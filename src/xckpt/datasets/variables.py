@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from xckpt.arrays.keys import Chunks
 
 
+#: Beginning of the names of layers of integers that are widened for arithmetic.
+WIDENED = "xckpt-widened-"
 _DATA: Any = xr.Variable.data  # the property
 
 
@@ -104,8 +106,14 @@ class LazyVariable(xr.Variable):
         first: xr.Variable = self
         if isinstance(other, xr.Variable) and self.shape == other.shape:
             first, other = _with_same_names(self, other)
+        if f in _OVERFLOWING:
+            first, other = _widened(first), _widened(other)
         result = xr.Variable._binary_op(first, other, f, reflexive)  # noqa: SLF001
         return _lazy(result) if type(result) is xr.Variable else result
+
+    def _unary_op(self, f: Any, *args: Any, **kwargs: Any) -> Any:
+        variable = _widened(self) if f is operator.neg else self
+        return xr.Variable._unary_op(variable, f, *args, **kwargs)  # noqa: SLF001
 
     @property
     def values(self) -> Any:
@@ -156,6 +164,25 @@ for _name, _operation in {
     "__rxor__": operator.xor,
 }.items():
     setattr(LazyVariable, _name, _reflected(_name, _operation))
+
+
+# numpy computes these in the type of small integers, where they wrap around, and has no differences
+# of truth values.
+_OVERFLOWING = (operator.add, operator.sub, operator.mul, operator.pow)
+
+
+def _widened(variable: Any) -> Any:
+    """Return small integers and truth values as int64; any other operand unchanged."""
+    array: Any = data_of(variable) if isinstance(variable, xr.Variable) else None
+    if not is_dask_array(array) or array.dtype.kind not in "biu" or array.dtype.itemsize > 2:
+        return variable
+    name = f"{WIDENED}{array.name}"
+    wide = array.map_blocks(_as_wide, dtype=np.int64, name=name)
+    return variable._replace(data=wide)
+
+
+def _as_wide(block: Any) -> Any:
+    return block.astype(np.int64)
 
 
 def _lazy(variable: xr.Variable) -> LazyVariable:

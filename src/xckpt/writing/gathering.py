@@ -31,6 +31,7 @@ from xckpt.datasets.combining import factor_changes, unrounded
 from xckpt.datasets.losses import IN_MEMORY, SourceShapes, losses
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.tensors import OpenTensors
+from xckpt.datasets.variables import WIDENED
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError
 from xckpt.formats.plan import WantedPart
@@ -437,7 +438,14 @@ def _computed(name: str, variable: xr.Variable, dims: tuple[str | None, ...] | N
         # numpy has no 32-bit booleans: they are bool in memory, and their stored type is uint32.
         dtype = "bool32" if (dtype, stored) == ("bool", "uint32") else stored
     computed = Computed(name, variable, array, dtype, is_stored_sparse, dims)
-    return computed if array.dtype.kind != "f" else _in_source_type(computed)
+    if array.dtype.kind == "f":
+        return _in_source_type(computed)
+    layers = getattr(getattr(array, "dask", None), "layers", ())
+    sources = {element_type(lazy.dtype) for lazy in lazies_in(array).values()} - {None}
+    is_widened = any(name.startswith(WIDENED) for name in layers)
+    if is_widened and len(sources) == 1 and not any(n.startswith("astype-") for n in layers):
+        return computed._replace(dtype=str(sources.pop()), rounds=True)
+    return computed
 
 
 def _dims_in_order(
