@@ -162,6 +162,31 @@ class TestAdapters:
         }
         assert_changed(saved(merged, tmp_path), weights, expected)
 
+    def test_tensors_that_replace_those_of_the_model_have_no_scale(
+        self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        norm = numbers(16, seed=9)
+        tensors = lora(Q, 24, 16) | {"base_model.model.model.norm.weight": norm}
+        folder = adapter(tmp_path / "lora", tensors, modules_to_save=["norm"])
+        with pytest.warns(CheckpointWarning, match=f"no scale, and are merged as a whole: '{NORM}"):
+            merged = base.ckpt.merge(folder, scale=0.5)
+        changed = {Q: weights[Q] + 0.75 * product(Q, 24, 16), NORM: norm}
+        assert_changed(saved(merged, tmp_path), weights, changed)
+        base.ckpt.merge(folder)
+        base.ckpt.merge(folder, scale=1)
+
+    def test_sums_that_are_too_large_for_the_model_are_counted(
+        self, base: xr.Dataset, tmp_path: Path
+    ) -> None:
+        base.ckpt.save(tmp_path / "half.safetensors", dtype="float16", cast="allow")
+        half = xckpt.open(tmp_path / "half.safetensors")
+        merged = half.ckpt.merge({NORM: np.full(16, 1e5, "f4")})
+        with pytest.warns(CheckpointWarning, match=f"16 elements too large.*'{NORM}'") as caught:
+            merged.ckpt.save(tmp_path / "new.safetensors")
+        assert len(caught) == 1
+        assert np.isinf(xckpt.open(tmp_path / "new.safetensors")[NORM]).all()
+        assert np.isinf(merged[NORM]).all()
+
     def test_several_are_merged_one_after_the_other(self, base: xr.Dataset, tmp_path: Path) -> None:
         path = adapter(tmp_path / "lora", lora(Q, 24, 16))
         with pytest.raises(TypeError, match=r"one after the other: .*merge\(a\)\.ckpt\.merge\(b\)"):
@@ -403,8 +428,19 @@ class TestOperandsOfUpdates:
     )
     def test_scaled_factors_are_no_scaled_update(self, change: Any, text: str) -> None:
         shutil.copytree("adapter", "other")
+        other = {name: factor.values + 1 for name, factor in xckpt.open("adapter").items()}
+        xckpt.save(other, "other/adapter_model.safetensors", overwrite=True)
         with pytest.warns(CheckpointWarning, match=text):
             change(xckpt.open("adapter")).ckpt.save("out.safetensors")
+
+    def test_the_mean_of_equal_factors_is_that_of_the_updates(self) -> None:
+        shutil.copytree("adapter", "same")
+        a, same = xckpt.open("adapter"), xckpt.open("same")
+        ((a + same) / 2).ckpt.save("mean.safetensors")
+        # One factor that all have in common, such as a frozen one.
+        other = {n: f.values * (1 + ("lora_B" in str(n))) for n, f in same.items()}
+        xckpt.save(other, "same/adapter_model.safetensors", overwrite=True)
+        ((a + xckpt.open("same")) / 2).ckpt.save("frozen.safetensors")
 
     def test_one_scaled_factor_is_an_adapter(self) -> None:
         a = xckpt.open("adapter")

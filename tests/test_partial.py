@@ -358,6 +358,13 @@ class TestWriting:
             xckpt.append(ds, target, skip_unreadable=True)
         assert len(xckpt.open(target)) == 4
 
+    def test_errors_of_requests_suggest_no_loss(self, tmp_path: Path) -> None:
+        sparse_array = pytest.importorskip("sparse").COO.from_numpy(np.eye(3, dtype="f4"))
+        ds = xr.Dataset({"w": (("a", "b"), sparse_array)})
+        with pytest.raises(UnsupportedError, match="cast='exact' writes") as caught:
+            xckpt.save(ds, tmp_path / "new.safetensors", cast="never")
+        assert "skip_unreadable" not in str(caught.value)
+
     def test_types_that_cannot_be_stored_are_skipped_on_request(self, tmp_path: Path) -> None:
         path = tmp_path / "m.npz"
         np.savez(path, text=np.array(["a"]), z=np.ones(3, "complex128"), x=np.ones(3))

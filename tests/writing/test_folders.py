@@ -466,6 +466,17 @@ class TestResults:
         half.ckpt.save("half/")
         assert config("half")["torch_dtype"] == "float16"
 
+    def test_results_of_shards_have_their_own_size(self) -> None:
+        for name in "ab":
+            xckpt.open(name).ckpt.save(f"shards-{name}/", max_shard_size="1kB")
+        a, b = xckpt.open("shards-a/"), xckpt.open("shards-b/")
+        size = a.attrs["total_size"]
+        ((a + b) / 2).ckpt.save("out/", max_shard_size="1kB")
+        assert xckpt.open("out/").attrs["total_size"] == size
+        options: Any = {"dtype": "float16", "cast": "allow"}
+        ((a + b) / 2).ckpt.save("half/", max_shard_size="1kB", **options)
+        assert xckpt.open("half/").attrs["total_size"] == size // 2
+
     def test_numbers_of_tokens_without_a_row_are_named(self) -> None:
         tokens = {"bos_token_id": 1, "eos_token_id": [2, 31], "pad_token_id": 30}
         Path("a/config.json").write_text(json.dumps(LLAMA | tokens))

@@ -17,7 +17,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.graph import checkpoints_in, is_computed, with_blocks
+from xckpt.arrays.graph import checkpoints_in, is_computed, lazies_in, with_blocks
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
 from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
@@ -74,6 +74,12 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
     if missing:
         warn(f"the model lacks tensors that are to be changed: {some(missing)}")
+    unscaled = [name for name, of_tensor in matches.items() if any(map(_is_unscaled, of_tensor))]
+    if unscaled and scale not in {None, 1.0}:
+        warn(
+            f"tensors of the adapter that replace those of the model, as modules_to_save do, have "
+            f"no scale, and are merged as a whole: {some(unscaled)}"
+        )
     merged = {
         name: _merged(name, flat.variables[name], of_tensor, changes, scale)
         for name, of_tensor in matches.items()
@@ -240,7 +246,7 @@ def factor_changes(tensors: OpenTensors) -> dict[str, str]:
         scales: dict[str, list[float]] = defaultdict(list)
         averaged: Counter[str] = Counter()
         for (base, name), number in numbers.items():
-            averaged[base] += len({*checkpoints_in(computed[name])}) > 1
+            averaged[base] += _differ(computed[name])
             if not math.isclose(number, 1, rel_tol=_ROUNDING):
                 scales[base].append(float(number))
         is_sum = len(tensors.origins(_MOST_TRIED)) > 1
@@ -250,6 +256,18 @@ def factor_changes(tensors: OpenTensors) -> dict[str, str]:
             if len(of_factors) > 1
         }
     return {}
+
+
+def _differ(array: Any) -> bool:
+    """Return whether an array is computed from different tensors of several checkpoints."""
+    if len({*checkpoints_in(array)}) < 2:
+        return False
+    first, *others = [lazy[...] for lazy in lazies_in(array).values()]
+    return not all(np.array_equal(first, other) for other in others)
+
+
+def _is_unscaled(adapter: Adapter) -> bool:
+    return adapter.kind in {"saved", "rows", "ia3"}
 
 
 def _first(array: Any) -> Any:
@@ -319,7 +337,12 @@ def _rounded(array: Any, encoding: Mapping[Any, Any]) -> Any:
         return array
     if stored == array.dtype or stored.kind in "iub":
         return array
-    return array.astype(stored).astype(array.dtype)
+    return array.map_blocks(_rounded_block, stored, dtype=array.dtype)
+
+
+def _rounded_block(block: Any, stored: np.dtype[Any]) -> Any:
+    with np.errstate(over="ignore"):  # writing counts these elements
+        return block.astype(stored).astype(block.dtype)
 
 
 def _untied(variable: xr.Variable, merged: Mapping[Any, Any]) -> xr.Variable:

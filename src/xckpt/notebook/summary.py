@@ -524,6 +524,15 @@ class ModuleTree(Shown):
                 if part is None:
                     node.indices.add(next(indices))
 
+    def _compute(self, _: object) -> Any:
+        text = (
+            "ds.ckpt.tree() lists modules, and has no values: compute with the Datasets, "
+            "(a + b) / 2, or with trees of xr.open_datatree(path, engine=...)"
+        )
+        raise TypeError(text)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _compute
+
     def _blocks(self) -> list[Block]:
         rows = list(islice(_lines(self._root, 0), _MOST_LINES + 1))
         if not rows:

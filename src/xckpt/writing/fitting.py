@@ -254,7 +254,9 @@ class Fitting:
             return [(tensor, self._encoded(tensor, request)) for tensor in shaped]
         except UnsupportedError as error:
             if not self.skip_unreadable:
-                error.hint = f"{f'{error.hint}. ' if error.hint else ''}{_SKIP_ONE}"
+                # A hint about a request, or a layout, is the answer.
+                if not error.hint or error.rule == "Dtype":
+                    error.hint = f"{f'{error.hint}. ' if error.hint else ''}{_SKIP_ONE}"
                 raise
             self.changes.add(f"left out ({error.reason})", payload.name)
             return []
@@ -333,8 +335,7 @@ class Fitting:
             dtype = request.get("dtype", part.dtype)
             dtype = choose_type(dtype, can.types_for(part.shape), self.cast, tensor=name)
             if dtype != part.dtype:
-                data = {role: tensor.unrounded} if tensor.unrounded is not None else tensor.data
-                tensor = replace(tensor, data=data, rounds=False)
+                tensor = replace(tensor, rounds=False)
                 parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
         elif "dtype" in request:
             reason = f"the element type of a {tensor.layout} tensor cannot be chosen"

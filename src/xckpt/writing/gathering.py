@@ -110,13 +110,14 @@ class Computed(NamedTuple):
         order: Any = "C" if self.is_sparse else encoding.get("stored_order", "C")
         attrs, path = self.variable.attrs, self.variable.encoding.get("path")
         common = self.name, self.dtype, array.shape, parts, layout, order, attrs, self.dims
+        # Rounding happens while the values are written, which counts those that are too large.
+        wide = unrounded(self.variable)
         return Payload(
             *common,
             path=path,
-            data=data,
+            data=data if wide is None else {"data": wide},
             values=values,
-            rounds=self.rounds,
-            unrounded=unrounded(self.variable),
+            rounds=self.rounds or wide is not None,
             widened=self.widened,
         )
 
@@ -167,15 +168,19 @@ def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
 
 
 def opened_as(obj: Any, format: str) -> Index | None:
-    """Return the index of the file that an object was opened from; None for other formats."""
+    """Return the index of the first file that an object is made of; None for other formats."""
     root = obj.root if isinstance(obj, xr.DataTree) else obj
-    opened = isinstance(root, xr.Dataset | xr.DataArray | xr.DataTree)
-    if not opened or root.encoding.get("format") != format:
+    if not isinstance(root, xr.Dataset | xr.DataArray | xr.DataTree):
+        return None
+    sources = [root.encoding["source"]] if root.encoding.get("format") == format else []
+    if "format" not in root.encoding:
+        sources = OpenTensors(obj).origins(1)
+    if not sources:
         return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
-            source, index = open_index(root.encoding["source"], format)
+            source, index = open_index(sources[0], format)
     except (LookupError, OSError, ValueError, CheckpointError):  # deleted, or needs options
         return None
     source.close()

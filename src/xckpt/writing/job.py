@@ -294,12 +294,13 @@ class WriteJob:
         for dtype, by_tensor in counts.items():
             names = [name for name in by_tensor if by_tensor[name]]
             total = counted(by_tensor.total(), "element")
-            if ELEMENT_TYPES[dtype].kind == "float" and names:
+            is_float = ELEMENT_TYPES[dtype].kind == "float"
+            if is_float and names:
                 warn(
                     f"{self.target.path}: {total} too large for {dtype} written as infinity or "
                     f"NaN: {some(names)}; bfloat16 has the range of float32"
                 )
-            names = [name for name in names if name in self._counters]
+            names = [name for name in names if name in self._counters and not is_float]
             if names:
                 text = "counters and constants stay integers"
                 warn(f"{self.target.path}: {total} rounded to {dtype}, as {text}: {some(names)}")

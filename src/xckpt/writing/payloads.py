@@ -48,10 +48,9 @@ class Payload(WantedTensor):
     #: Tensors that a file holds in place of a quantised one; they are written unless a dense layout
     #: is requested.
     stored: tuple[Payload, ...] = ()
-    #: Whether computed values are rounded to the integers that the tensor is made of.
+    #: Whether computed values are rounded: to the integers that the tensor is made of, or, if they
+    #: are merged, to the type of the model.
     rounds: bool = False
-    #: The values before they were rounded to the stored type, for another type.
-    unrounded: Any = None
     #: Warning of a type that is wider than those of all sources; empty without one.
     widened: str = ""
 
