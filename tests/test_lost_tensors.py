@@ -396,9 +396,22 @@ def test_numbers_of_layers_are_no_tensor(tmp_path: Path) -> None:
     np.testing.assert_array_equal(new[Q[1]], a.ckpt[Q[2]])
 
 
-def test_stacks_whose_coordinate_was_replaced_are_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [[0, 2], [0, 1, 1, 2]], ids=["fewer", "more"])
+def test_new_numbers_of_computed_layers_name_their_tensors(
+    layers: list[int], tmp_path: Path
+) -> None:
     a = opened(tmp_path / "a.safetensors", ALL, stack=True)
-    shorter = (a * 2).isel(layers=[0, 2]).assign_coords(layers=range(2))
+    chosen = (a * 2).isel(layers=layers).assign_coords(layers=range(len(layers)))
+    assert len(chosen.ckpt.structure()) == 1 + 2 * len(layers)
+    new = saved_layers(chosen, tmp_path / "new.safetensors")
+    last = f"model.layers.{len(layers) - 1}.self_attn.q_proj.weight"
+    assert len(new) == 1 + 2 * len(layers)
+    np.testing.assert_array_equal(new[last], 2 * a.ckpt[Q[2]])
+
+
+def test_stacks_whose_coordinate_was_dropped_are_a_warning(tmp_path: Path) -> None:
+    a = opened(tmp_path / "a.safetensors", ALL, stack=True)
+    shorter = (a * 2).isel(layers=[0, 2]).drop_vars("layers")
     (text,) = warnings_of(shorter, tmp_path / "new.safetensors")
     assert "written as one" in text
     assert "'model.layers.self_attn.q_proj.weight'" in text

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     import dask.array as da
 
     from xckpt.arrays.keys import AxisKey, Chunks
+    from xckpt.arrays.lazy import Opened
     from xckpt.storage.prefetch import Range
 
 # Annotation of the layers of a graph.
@@ -87,10 +88,19 @@ def is_computed(array: Any) -> bool:
     return lazy_of(array) is None and bool(lazies_in(array))
 
 
+def _opened_in(array: Any) -> list[Opened]:
+    origins = [o for lazy in lazies_in(array).values() for o in islice(lazy.tensor_origins, 1)]
+    return [origin.opened for origin in origins if origin.opened is not None]
+
+
 def checkpoints_in(array: Any) -> list[str]:
     """Return the checkpoints that an array is or is computed from, while it is lazy."""
-    origins = [o for lazy in lazies_in(array).values() for o in islice(lazy.tensor_origins, 1)]
-    return [origin.opened.source for origin in origins if origin.opened is not None]
+    return [opened.source for opened in _opened_in(array)]
+
+
+def stacks_in(array: Any) -> list[Mapping[str, Any]]:
+    """Return the records of the stacks of these checkpoints."""
+    return [opened.stacks for opened in _opened_in(array)]
 
 
 @dataclass(frozen=True, eq=False)  # dask compares annotations
@@ -120,8 +130,8 @@ def noting(selections: list[Selection]) -> Iterator[None]:
 def selections_in(array: Any) -> dict[str, list[Selection]]:
     """Return the noted selections in the graph of an array, by layer."""
     layers = array.dask.layers if is_dask_array(array) and lazy_of(array) is None else {}
-    notes = {name: getattr(layer, "annotations", None) for name, layer in layers.items()}
-    return {name: note[_SELECTIONS] for name, note in notes.items() if _SELECTIONS in (note or {})}
+    notes = {name: getattr(layer, "annotations", None) or {} for name, layer in layers.items()}
+    return {name: note[_SELECTIONS] for name, note in notes.items() if _SELECTIONS in note}
 
 
 def left_out_of(array: Any) -> list[Selection]:

@@ -23,7 +23,7 @@ from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.storage.limits import exceeds_expansion, require_expansion
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
@@ -38,21 +38,19 @@ _MOST_PICKLED = 4096
 class Opened:
     """The tensors that were opened together."""
 
-    __slots__ = ("is_stacked", "names", "source")
+    __slots__ = ("names", "source", "stacks")
 
     def __init__(
-        self,
-        source: str,
-        names: Collection[str],
-        is_stacked: bool = False,  # noqa: FBT001, FBT002  pickled by position
+        self, source: str, names: Collection[str], stacks: Mapping[str, Any] | None = None
     ) -> None:
         self.source = source  # path or URL
         self.names = names  # empty after pickling too many, which would outweigh an array
-        self.is_stacked = is_stacked
+        #: Records of stacks by name of the variable; empty if the tensors are separate.
+        self.stacks = stacks or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = self.names if len(self.names) <= _MOST_PICKLED else ()
-        return Opened, (self.source, names, self.is_stacked)
+        return Opened, (self.source, names, self.stacks)
 
 
 class Origin(NamedTuple):

@@ -107,7 +107,7 @@ def list_arrays(
     members = {name for stack in stacks.values() for name in stack.members}
     arrays: list[Listed] = []
     names = [tensor.name for tensor in tensors] if drop else chosen
-    reading = replace(options.reading, opened=Opened(source.name, names, bool(stacks)))
+    reading = replace(options.reading, opened=Opened(source.name, names))
     axes = axes_of(index)
     for tensor in tensors:
         stack = stacks.get(tensor.name)

@@ -200,11 +200,11 @@ def _stacked_on_one_side(
         for name in record.names(remaining_indices(record, coord, coords), record.dims)
         if name is not None
     }
-    for opened in sorted(in_result, key=lambda opened: not opened.is_stacked):
+    for opened in sorted(in_result, key=lambda opened: not opened.stacks):
         partners = list(uses.partners(opened))
         missing = [name for name in lost if name in in_result[opened]]
         sides = [opened, *partners]
-        if partners and missing and not all(side and side.is_stacked for side in sides):
+        if partners and missing and not all(side and side.stacks for side in sides):
             reason = _ONE_STACKED.format(dim=lost[missing[0]])
             yield Loss(base_name(opened.source), len(in_result[opened]), missing, reason)
             return

@@ -287,6 +287,8 @@ def _make_group(
         attrs = stack_attrs([None if t is None else t.attrs for t in members.tensors])
         group.variables[leaf] = maker.stack(array, dims, attrs.shared, axes)
         marks.add(array.name, group.variables[leaf])
+        if members.options.opened is not None:
+            members.options.opened.stacks = marks
         add_coords(group.coords, leaf, stack, attrs, used_names, marks=marks)
         if attrs.dropped:
             group.dropped_attrs[array.name] = attrs.dropped

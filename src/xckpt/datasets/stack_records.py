@@ -156,7 +156,12 @@ def marks_of_run(encoding: Mapping[Any, Any]) -> StackMarks:
 
 
 def remember_stack(
-    name: Any, variable: xr.Variable, indexes: Mapping[Any, xr.Variable], of_run: StackMarks
+    name: Any,
+    variable: xr.Variable,
+    indexes: Mapping[Any, xr.Variable],
+    of_run: StackMarks,
+    # Of the checkpoints that the variable is computed from, for coordinates that were replaced.
+    of_sources: Iterable[Mapping[str, StackRecord]] = (),
 ) -> xr.Variable:
     """Return a variable with the record of its stack, if the object still has it."""
     if _KEY in variable.encoding or "layout" in variable.encoding:  # as when it was opened
@@ -168,9 +173,27 @@ def remember_stack(
         if record is not None and all(
             _is_remembered(record, dim, variable, indexes) for dim in record.dims
         ):
-            variable = variable.copy(deep=False)
-            record_stack(variable.encoding, record)
-            break
+            return _with_record(variable, record)
+    for records in of_sources:
+        record = records.get(name)
+        if (
+            record is not None
+            and not record.run
+            and all(
+                dim in variable.dims
+                and dim in indexes
+                and indexes[dim].dims == (dim,)
+                and _are_distinct_integers(indexes[dim].values)
+                for dim in record.dims
+            )
+        ):
+            return _with_record(variable, record)
+    return variable
+
+
+def _with_record(variable: xr.Variable, record: StackRecord) -> xr.Variable:
+    variable = variable.copy(deep=False)
+    record_stack(variable.encoding, record)
     return variable
 
 

@@ -13,7 +13,7 @@ import xarray as xr
 from dask.utils import parse_bytes
 
 from xckpt.arrays import read_later
-from xckpt.arrays.graph import TensorLayer, checkpoints_in, lazy_of
+from xckpt.arrays.graph import TensorLayer, checkpoints_in, lazy_of, stacks_in
 from xckpt.datasets.listing import list_arrays
 from xckpt.datasets.making import make_dataset
 from xckpt.datasets.mappings import as_dataset_of_one
@@ -225,12 +225,18 @@ class OpenTensors:
     def variables(self) -> dict[Any, xr.Variable]:
         """The data variables by flat name, with the records of stacks restored."""
         flat, indexes, of_run = self._flat, self._indexes, marks_of_run(self._root.encoding)
-        if not of_run and not any(map(is_made_by_stacking, self.coords.values())):
+        coords = self.coords.items()
+        is_replaced = any(
+            coord.dims == (name,) and not is_made_by_stacking(coord) for name, coord in coords
+        )
+        if not (of_run or is_replaced or any(is_made_by_stacking(coord) for _, coord in coords)):
             return flat.variables
-        return {
-            name: remember_stack(name, variable, indexes[flat.nodes[name]], of_run)
-            for name, variable in flat.variables.items()
-        }
+        variables = {}
+        for name, variable in flat.variables.items():
+            sources = stacks_in(data_of(variable)) if is_replaced else []
+            of_node = indexes[flat.nodes[name]]
+            variables[name] = remember_stack(name, variable, of_node, of_run, sources)
+        return variables
 
     @cached_property
     def coords(self) -> dict[Any, xr.Variable]:

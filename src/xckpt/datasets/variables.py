@@ -174,7 +174,8 @@ _OVERFLOWING = (operator.add, operator.sub, operator.mul, operator.pow)
 def _widened(variable: Any) -> Any:
     """Return small integers and truth values as int64; any other operand unchanged."""
     array: Any = data_of(variable) if isinstance(variable, xr.Variable) else None
-    if not is_dask_array(array) or array.dtype.kind not in "biu" or array.dtype.itemsize > 2:
+    is_lazy: bool = is_dask_array(array)
+    if not is_lazy or array.dtype.kind not in "biu" or array.dtype.itemsize > 2:
         return variable
     name = f"{WIDENED}{array.name}"
     wide = array.map_blocks(_as_wide, dtype=np.int64, name=name)

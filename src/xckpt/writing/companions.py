@@ -18,6 +18,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from xckpt.arrays.dense import OnePartArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError, some
@@ -240,7 +242,7 @@ def _are_reordered(tensors: Iterable[WantedTensor], described: Sequence[Describe
             for selection in chain.from_iterable(selections_in(array).values()):
                 in_order = range(len(selection.positions))
                 if selection.dim == "vocab" and len(in_order) in tensor.shape:
-                    return selection.positions.tolist() != list(in_order)
+                    return not np.array_equal(selection.positions, in_order)
     return False
 
 

@@ -67,7 +67,10 @@ _WIDENED = (
     "dtype='float32' with cast='allow' avoids it"
 )
 _TURNED = "axes in another order than in the model, as after vector * matrix; this restores it"
-_BROADCAST = "more axes than in their sources, as dimensions with other names broadcast"
+_BROADCAST = (
+    "more axes than in their sources, as dimensions with other names broadcast "
+    "(ds.assign((ds[names] * weights).data_vars) changes some tensors, and keeps the others)"
+)
 _NO_NUMBERS = (
     "stacks written as one tensor, as the coordinate with their numbers was dropped or replaced "
     "(ds.assign_coords(layers=ds['layers'].copy(data=numbers)) renumbers layers)"
