@@ -428,7 +428,7 @@ class TestOperandsOfUpdates:
     )
     def test_scaled_factors_are_no_scaled_update(self, change: Any, text: str) -> None:
         shutil.copytree("adapter", "other")
-        other = {name: factor.values + 1 for name, factor in xckpt.open("adapter").items()}
+        other = {str(name): factor.values + 1 for name, factor in xckpt.open("adapter").items()}
         xckpt.save(other, "other/adapter_model.safetensors", overwrite=True)
         with pytest.warns(CheckpointWarning, match=text):
             change(xckpt.open("adapter")).ckpt.save("out.safetensors")
@@ -438,7 +438,7 @@ class TestOperandsOfUpdates:
         a, same = xckpt.open("adapter"), xckpt.open("same")
         ((a + same) / 2).ckpt.save("mean.safetensors")
         # One factor that all have in common, such as a frozen one.
-        other = {n: f.values * (1 + ("lora_B" in str(n))) for n, f in same.items()}
+        other = {str(n): f.values * (1 + ("lora_B" in str(n))) for n, f in same.items()}
         xckpt.save(other, "same/adapter_model.safetensors", overwrite=True)
         ((a + xckpt.open("same")) / 2).ckpt.save("frozen.safetensors")
 

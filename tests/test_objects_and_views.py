@@ -278,7 +278,7 @@ def test_concatenated_models_are_saved_as_arrays(folder: Path, tmp_path: Path) -
 
 
 def test_a_listing_of_modules_says_how_to_compute(folder: Path) -> None:
-    tree = xckpt.open(next(folder.rglob("*.safetensors"))).ckpt.tree()
+    tree: Any = xckpt.open(next(folder.rglob("*.safetensors"))).ckpt.tree()
     for compute in (lambda: tree + tree, lambda: 2 * tree, lambda: tree - 1, lambda: tree / 2):
         with pytest.raises(TypeError, match=r"has no values: .*xr\.open_datatree"):
             compute()

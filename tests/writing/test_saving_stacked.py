@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import xckpt
 from tests.conftest import golden_files
 from tests.writing.saved import ENGINES, OPTIONS, assert_same_bits
 from xckpt import CheckpointError, CheckpointWarning, read_index
@@ -222,3 +223,18 @@ def test_thousands_of_members_take_no_longer_than_flat_tensors(tmp_path: Path) -
         again = (tmp_path / "again.safetensors").read_bytes()
         assert again == (tmp_path / "m.safetensors").read_bytes()
     assert seconds[True] < 5 * seconds[False] + 0.5
+
+
+def test_repeated_layers_have_the_type_of_the_others(tmp_path: Path) -> None:
+    names = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(3)]
+    tensors = {name: np.full((4, 8), n, ml_dtypes.bfloat16) for n, name in enumerate(names)}
+    xckpt.save(tensors, tmp_path / "base.safetensors")
+    ds = xckpt.open(tmp_path / "base.safetensors", stack=True)
+    deeper = ds.isel(layers=[0, 1, 1, 2]).assign_coords(layers=range(4))
+    deeper.ckpt.save(tmp_path / "deeper.safetensors")
+    index = xckpt.read_index(tmp_path / "deeper.safetensors")
+    assert {tensor.dtype for tensor in index.tensors.values()} == {"bfloat16"}
+    assert {tensor.dims for tensor in index.tensors.values()} == {None}
+    again = xckpt.open(tmp_path / "deeper.safetensors", stack=True)
+    assert again["layers"].values.tolist() == [0, 1, 2, 3]
+    assert again["model.layers.mlp.up_proj.weight"][:, 0, 0].values.tolist() == [0, 1, 1, 2]

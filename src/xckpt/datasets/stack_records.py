@@ -317,10 +317,14 @@ class StackMembers:
                 position = position * len(positions) + positions[number]
             before = record.members[position]
         if before is None:
-            # A step without its number has the type that all steps have.
-            keys = ("layout", "stored_dtype") if record.is_one_step(self._variable.dims) else ()
-            stored = self._variable.encoding
-            before = StackMember({}, {key: stored[key] for key in keys if key in stored}, None)
+            # A step without its number, or a layer with a new one, has the type that all have.
+            stored, axes = self._variable.encoding, {}
+            kept = {key: stored[key] for key in ("layout", "stored_dtype") if key in stored}
+            if kept:
+                axes = {
+                    d: name for d, name in stored.get("axes", {}).items() if d not in record.dims
+                }
+            before = StackMember({}, kept | ({"axes": axes} if axes else {}), None)
         data, dims = before.data, self._variable.dims
         if data is None or not self._is_whole:
             places = map(dict.__getitem__, self._positions, numbers)
