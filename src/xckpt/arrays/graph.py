@@ -139,7 +139,7 @@ def left_out_of(array: Any) -> list[Selection]:
     return [
         selection
         for name, selections in selections_in(array).items()
-        # The last layer is that of `xr.align` itself.
+        # `xr.align` itself makes the last layer.
         if name != array.name and lazies_in(array).keys() <= _layers_before(array.dask, name)
         for selection in selections
         if selection.is_aligned and selection.left_out

@@ -77,7 +77,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     unscaled = [name for name, of_tensor in matches.items() if any(map(_is_unscaled, of_tensor))]
     if unscaled and scale not in {None, 1.0}:
         warn(
-            f"tensors of the adapter that replace those of the model, as modules_to_save do, have "
+            f"tensors of the adapter that replace tensors of the model, as modules_to_save do, have "
             f"no scale, and are merged as a whole: {some(unscaled)}"
         )
     merged = {
@@ -262,8 +262,8 @@ def _differ(array: Any) -> bool:
     """Return whether an array is computed from different tensors of several checkpoints."""
     if len({*checkpoints_in(array)}) < 2:
         return False
-    first, *others = [lazy[...] for lazy in lazies_in(array).values()]
-    return not all(np.array_equal(first, other) for other in others)
+    first, *factors = [lazy[...] for lazy in lazies_in(array).values()]
+    return not all(np.array_equal(first, factor) for factor in factors)
 
 
 def _is_unscaled(adapter: Adapter) -> bool:

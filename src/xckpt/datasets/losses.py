@@ -188,7 +188,7 @@ def _unaligned(uses: _Uses, names: set[str]) -> Iterator[Loss]:
 def _stacked_on_one_side(
     tensors: OpenTensors, uses: _Uses, in_result: Mapping[Opened, Mapping[str, str]]
 ) -> Iterator[Loss]:
-    """Yield members of stacks of which only the coordinates remain."""
+    """Yield members of stacks that left only their coordinates."""
     used = {dim for variable in tensors.variables.values() for dim in variable.dims}
     coords = tensors.coords
     lost: dict[str, Any] = {

@@ -319,12 +319,12 @@ class StackMembers:
         if before is None:
             # A step without its number, or a layer with a new one, has the type that all have.
             stored, axes = self._variable.encoding, {}
-            kept = {key: stored[key] for key in ("layout", "stored_dtype") if key in stored}
-            if kept:
+            types = {key: stored[key] for key in ("layout", "stored_dtype") if key in stored}
+            if types:
                 axes = {
                     d: name for d, name in stored.get("axes", {}).items() if d not in record.dims
                 }
-            before = StackMember({}, kept | ({"axes": axes} if axes else {}), None)
+            before = StackMember({}, types | ({"axes": axes} if axes else {}), None)
         data, dims = before.data, self._variable.dims
         if data is None or not self._is_whole:
             places = map(dict.__getitem__, self._positions, numbers)

@@ -104,7 +104,7 @@ def model_facts(
 
 
 def is_gguf(attrs: Mapping[Any, Any]) -> bool:
-    """Return whether attributes are those of a GGUF file that states its architecture."""
+    """Return whether attributes come from a GGUF file that states its architecture."""
     return isinstance(attrs.get(_ARCHITECTURE), str)
 
 

@@ -431,7 +431,7 @@ def _main_type(tensors: Iterable[Described]) -> str:
 def _other_types(
     config: Mapping[str, Any], before: Iterable[Described], after: Iterable[Described]
 ) -> Iterator[tuple[str, str]]:
-    """Yield notes of tensors whose type was changed, and is not that of the config."""
+    """Yield notes of tensors whose type was changed, and differs from the config."""
     stated = next((config[key] for key in _DTYPE_KEYS if key in config), None)
     types = {tensor.name: tensor.dtype for tensor in before}
     for tensor in after if stated in WIDE_FLOATS else ():
