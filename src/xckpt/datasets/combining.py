@@ -77,8 +77,8 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     unscaled = [name for name, of_tensor in matches.items() if any(map(_is_unscaled, of_tensor))]
     if unscaled and scale not in {None, 1.0}:
         warn(
-            f"tensors of the adapter that replace tensors of the model, as modules_to_save do, have "
-            f"no scale, and are merged as a whole: {some(unscaled)}"
+            "tensors of the adapter that replace tensors of the model, as modules_to_save do, "
+            f"have no scale, and are merged as a whole: {some(unscaled)}"
         )
     merged = {
         name: _merged(name, flat.variables[name], of_tensor, changes, scale)

@@ -199,13 +199,13 @@ def _described(tensors: Iterable[Tensor]) -> list[Described]:
 def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     """Return a new file whose attributes state the sizes of its tensors; note the changes."""
     attrs, payloads = gathered.attrs, gathered.payloads
-    is_whole = is_gguf(attrs)
-    stated = attrs if is_whole else attrs.get("config")
+    is_flat = is_gguf(attrs)
+    stated = attrs if is_flat else attrs.get("config")
     if not isinstance(stated, Mapping) or not sizes_stated_in(stated):
         return gathered
     config = {key: value for key, value in stated.items() if not key.startswith("tokenizer.")}
     tokens = attrs.get(_TOKENS)
-    if is_whole and isinstance(tokens, list | StoredList):
+    if is_flat and isinstance(tokens, list | StoredList):
         config.setdefault(f"{attrs['general.architecture']}.vocab_size", len(tokens))
     after = [Described(payload.name, payload.dtype, payload.shape) for payload in payloads]
     before = origin_of(gathered).written({t.name: t.dtype for t in after}).tensors
@@ -224,9 +224,7 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     if _TOKENS in attrs and _are_reordered(payloads, after):
         changes.add(f"{_REORDERED} than in", _TOKENS)
     new = {key: value for key, value in fit.config.items() if key in stated}
-    return gathered._replace(
-        attrs={**attrs, **(new if is_whole else {"config": {**stated, **new}})}
-    )
+    return gathered._replace(attrs={**attrs, **(new if is_flat else {"config": {**stated, **new}})})
 
 
 def _are_reordered(tensors: Iterable[WantedTensor], described: Sequence[Described]) -> bool:
