@@ -45,7 +45,6 @@ class Listed(NamedTuple):
     tensor: Tensor  # the first one of a stack
     role: str | None  # of a part; None for a whole tensor
     stacked: Stacked | None = None
-    by_facts: tuple[str | None, ...] | None = None  # names of axes that the file does not state
 
     @property
     def stacked_dims(self) -> tuple[str, ...]:
@@ -108,7 +107,6 @@ def list_arrays(
     arrays: list[Listed] = []
     names = [tensor.name for tensor in tensors] if drop else chosen
     reading = replace(options.reading, opened=Opened(source.name, names))
-    axes = axes_of(index)
     for tensor in tensors:
         stack = stacks.get(tensor.name)
         if stack is None and tensor.name in members:
@@ -116,16 +114,13 @@ def list_arrays(
         by_role = lazy_arrays(tensor, sources, reading)
         if stack is None:
             arrays += [Listed(tensor.name, lazy, tensor, role) for role, lazy in by_role.items()]
-            if axes and None in by_role and tensor.name in axes:
-                arrays[-1] = arrays[-1]._replace(by_facts=axes[tensor.name])
             continue
         stacked_tensors = tuple(stack.arrange([index.tensors[name] for name in stack.members]))
         for role, lazy in by_role.items():
             absent = AbsentArray(stack.name, lazy.shape, lazy.dtype) if stack.present else None
             stacked = MemberArrays(stacked_tensors, role, sources, reading, absent)
             grid = StackedArray(stack.name, stacked, stack.shape)
-            by_facts = axes.get(tensor.name) if role is None else None
-            arrays.append(Listed(stack.name, grid, tensor, role, Stacked(stack, stacked), by_facts))
+            arrays.append(Listed(stack.name, grid, tensor, role, Stacked(stack, stacked)))
     arrays = [array for array in _name_parts(arrays, tensors) if array.name not in drop]
     if options.globs_of_dims and arrays:
         _warn_of_unused_names(index, arrays, options.globs_of_dims)

@@ -76,7 +76,10 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     stacks = {array.name: array.lazy for array in listing.arrays if array.stacked is not None}
     names.survey({**stacks, **index.tensors} if stacks else index.tensors, suggested)
     maker = VariableMaker.of(source, listing, options)
-    group = _make_group(arrays, arrays, maker, names, suggested, coords=coords, marks=StackMarks())
+    by_facts, marks = axes_of(index), StackMarks()
+    group = _make_group(
+        arrays, arrays, maker, names, suggested, coords=coords, by_facts=by_facts, marks=marks
+    )
     names.warn_of_refused(source.name)
     ds = xr.Dataset(group.variables, group.coords)
     ds.encoding = _stack_encoding(listing, group.dropped_attrs)
@@ -108,7 +111,8 @@ def make_groups(
     coords = _Coordinates(index.arrangement.coords, top)
     repeated = _repeated_below(places) if index.arrangement.coords else set()
     names = {"": top}
-    suggested = with_stated(index, {} if top.by_size else axes_of(index))
+    by_facts = axes_of(index)
+    suggested = with_stated(index, {} if top.by_size else by_facts)
     members = _members(index, by_name)
     dropped: dict[str, list[str]] = {}
     marks = StackMarks()
@@ -139,7 +143,14 @@ def make_groups(
         if path in nodes:
             used_names = {*node, *children.get(path, ())}
             group = _make_group(
-                node, used_names, maker, names[key], in_module, coords=coords, marks=marks
+                node,
+                used_names,
+                maker,
+                names[key],
+                in_module,
+                coords=coords,
+                by_facts=by_facts,
+                marks=marks,
             )
             datasets[path] = assemble_dataset(group.variables, group.coords)
             dropped |= group.dropped_attrs
@@ -266,19 +277,20 @@ def _make_group(
     used_names: Collection[str],
     maker: VariableMaker,
     names: AxisNamer,
-    suggested: Mapping[str, tuple[str | None, ...]],
+    suggested: Mapping[str, Axes],
     *,
     coords: _Coordinates,
+    by_facts: Mapping[str, Axes],
     marks: StackMarks,
 ) -> _Group:
     """Make the variables of one Dataset from arrays by their names in it."""
     group = _Group({}, {}, {})
     for leaf, array in arrays.items():
-        axis_names = suggested.get(array.tensor.name) if array.role is None else None
-        dims = names.name_axes(
-            array.name, array.lazy.shape, axis_names, array.stacked_dims, array.tensor.name
-        )
-        axes = _axis_encoding(array, dims, axis_names, names)
+        name, is_whole = array.tensor.name, array.role is None
+        axis_names = suggested.get(name) if is_whole else None
+        dims = names.name_axes(array.name, array.lazy.shape, axis_names, array.stacked_dims, name)
+        inferred = by_facts.get(name) if is_whole else None
+        axes = _axis_encoding(array, dims, axis_names, inferred, names)
         if array.stacked is None:
             kind = group.coords if coords.has(array) else group.variables
             kind[leaf] = maker.variable(array, dims, axes)
@@ -307,18 +319,19 @@ def _either(
 def _axis_encoding(
     array: Listed,
     dims: tuple[str, ...],
-    suggested: tuple[str | None, ...] | None,
+    suggested: Axes | None,
+    inferred: Axes | None,
     names: AxisNamer,
 ) -> dict[str, dict[str, str | None]]:
     """Return the entries of the encoding about axes that the file names otherwise, or not at all.
 
     ``axes`` has the names in the file, ``axes_by_facts`` names that the Dataset has otherwise.
     """
-    if suggested is None and array.by_facts is None:
+    if suggested is None and inferred is None:
         return {}
     inner = dims[len(array.stacked_dims) :]
     users_names = names.users_names(array.name) or names.users_names(array.tensor.name) or ()
-    in_file, by_facts = _other_names(inner, array.suggested, array.by_facts, users_names)
+    in_file, by_facts = _other_names(inner, array.suggested, inferred, users_names)
     entries: dict[str, dict[str, str | None]] = {}
     if in_file:
         entries["axes"] = dict(in_file)
