@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.index import StoredList
 from xckpt.structure.info import Role
-from xckpt.structure.named_axes import KINDS
 from xckpt.structure.numbering import leaf_of, module_of, split_leaf, split_name
 from xckpt.structure.parameters import groups_of_numbers
 
@@ -33,6 +32,8 @@ _LARGEST = 1 << 62
 _LONGEST_FAMILY = 100
 _MOST_TYPES = 64
 _MOST_EXCLUDED, _DEEPEST = 10_000, 32
+# Values of the attribute `kind` whose tensors have the names of gpt.rs.
+_KINDS_OF_GPTRS = frozenset(["gpt", "ministral", "resnet34", "mobilenet_v2"])
 
 #: Keys of configs by the name of the size, best first.
 KEYS: dict[str, tuple[str, ...]] = {
@@ -121,7 +122,7 @@ def _facts_in(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None) -> Mod
         types=tuple(dict.fromkeys(islice(_types(config), _MOST_TYPES))),
         sizes=sizes_in(*_sections(config)),
         quantization=_quantized_modules(config),
-        naming="gptrs" if kind in KINDS else "",
+        naming="gptrs" if kind in _KINDS_OF_GPTRS else "",
         config=config,
     )
 
