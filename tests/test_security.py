@@ -49,7 +49,7 @@ LIMITS = {
     " formats.torch.tensors._MOST_INLINE",
     "code in archives": "formats.pickles.scanning._DEEPEST formats.pickles.scanning._LARGEST_INNER"
     " formats.pickles.scanning._MOST_PICKLES",
-    "code in a chat": "formats.gguf.templates._LONGEST",
+    "code in a chat": "formats.gguf.metadata._LONGEST",
     "deflated members": "formats.archive._MOST_INFLATED",
     "a frame of a seekable": "storage.seekable._LARGEST_FRAME",
     "`*.index.json`": "opening.reading._LARGEST_INDEX opening.reading._LARGEST_CONFIG",

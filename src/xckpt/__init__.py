@@ -26,7 +26,7 @@ from xckpt.registration import register_accessor
 if TYPE_CHECKING:
     from xckpt.adapting import extract_adapter, resize_adapter
     from xckpt.comparison import compare
-    from xckpt.entry import footprint, open, report  # noqa: A004
+    from xckpt.entry import footprint, join_optimizer, open, report  # noqa: A004
     from xckpt.errors import (
         CheckpointError,
         CheckpointWarning,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from xckpt.notebook.extension import load_ipython_extension as load_ipython_extension
     from xckpt.notebook.extension import unload_ipython_extension as unload_ipython_extension
     from xckpt.opening import read_index
-    from xckpt.opening.optimizers import join_optimizer
     from xckpt.opening.references import references
     from xckpt.opening.steps import open_steps
     from xckpt.statistics import histogram, spectrum, stats, table
@@ -94,7 +93,7 @@ _load, _, _lazy = lazy_loader.attach(
     submod_attrs={
         "adapting": ["extract_adapter", "resize_adapter"],
         "comparison": ["compare"],
-        "entry": ["footprint", "open", "report"],
+        "entry": ["footprint", "join_optimizer", "open", "report"],
         "errors": [
             "CheckpointError",
             "CheckpointWarning",
@@ -113,7 +112,6 @@ _load, _, _lazy = lazy_loader.attach(
             "unload_ipython_extension",
         ],  # %load_ext xckpt
         "opening": ["read_index"],
-        "opening.optimizers": ["join_optimizer"],
         "opening.references": ["references"],
         "opening.steps": ["open_steps"],
         "statistics": ["histogram", "spectrum", "stats", "table"],

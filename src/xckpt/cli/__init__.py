@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xckpt import __version__
-from xckpt.cli.adapters import extract
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
 from xckpt.cli.files import browse, convert, footprint, info, manifest, steps, verify
-from xckpt.cli.values import compare, report, spectrum, stats
+from xckpt.cli.values import compare, extract, report, spectrum, stats
 from xckpt.errors import (
     CheckpointWarning,
     FormatError,

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xckpt.cli.common import FileInput
-from xckpt.cli.tables import TableInput
+from xckpt.cli.common import FileInput, TableInput
 from xckpt.errors import deprecated_name, shown
 from xckpt.formats import names
 from xckpt.options import option_meant, text_of

@@ -1,4 +1,4 @@
-"""The commands for values: ``xckpt stats``, ``spectrum``, ``compare`` and ``report``."""
+"""The commands for values: ``xckpt stats``, ``spectrum``, ``compare``, ``report``, ``extract``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from xckpt.cli.common import (
     json_rows,
     print_blocks,
     print_document,
+    print_text,
     renaming,
     require_rules,
     usage_errors,
 )
 from xckpt.cli.options import command
-from xckpt.formatting import counted
+from xckpt.formatting import counted, figure, printable
 from xckpt.options import text_of
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-    from xckpt.cli.tables import TableInput
+    from xckpt.cli.common import TableInput
     from xckpt.datasets.tensors import OpenTensors
 
-__all__ = ["compare", "report", "spectrum", "stats"]
+__all__ = ["compare", "extract", "report", "spectrum", "stats"]
 
 _STATISTICS = ("dtype", "shape", "mean", "std", "min", "max", "nan", "inf", "zero")
 #: Columns that a narrow terminal shows rather than others.
@@ -45,7 +46,6 @@ _EXPLAINED = ("outcome", "cause", "rel_l2", "explanation")
 _OUTCOMES = ("unreadable", "changed", "unmatched", "explained", "equal")
 
 # --- stats ---------------------------------------------------------------------------------------
-
 
 _AS_CSV = (
     "--json > new.json writes a document; "
@@ -491,4 +491,54 @@ def report(
             storage_options=reading.storage_options,
         )
     complain(f"wrote {output}")
+    return 0
+
+
+@command("overwrite progress json")
+@click.argument("base")
+@click.argument("tuned")
+@click.argument("folder")
+@click.option("--rank", type=int, metavar="N", help="Highest rank; 256 with --energy.")
+@click.option(
+    "--energy", type=float, metavar="SHARE", help="Share of the squares to keep, such as 0.99."
+)
+def extract(
+    base: str,
+    tuned: str,
+    folder: str,
+    reading: FileInput,
+    *,
+    rank: int | None,
+    energy: float | None,
+    overwrite: bool,
+    as_json: bool,
+) -> int:
+    """Write the changes from BASE to TUNED as a LoRA adapter.
+
+    PEFT loads the FOLDER. Each linear weight that differs gets factors of the lowest rank that
+    keeps the energy, or of at most the rank. It prints their ranks and energies.
+    """
+    from xckpt.adapting import extract_adapter
+
+    files = FileInput(reading.engine, reading.storage_options)
+    a, b = (file if files.engine is None else files.dataset(file) for file in (base, tuned))
+    with usage_errors(output=folder):
+        table = extract_adapter(
+            a,
+            b,
+            folder,
+            rank,
+            energy=energy,
+            **reading.selection,
+            overwrite=overwrite,
+            progress=reading.scanning["progress"],
+            storage_options=reading.storage_options,
+        )
+    if as_json:
+        print_document({"folder": folder, "tensors": json_rows(table)})
+        return 0
+    for name, row in table.iterrows():
+        print_text(
+            f"{printable(str(name))}: rank {row['rank']:.0f}, energy {figure(row['energy'])}"
+        )
     return 0

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from xckpt.errors import CheckpointError, shown
 from xckpt.formatting import counted, value_text
+from xckpt.opening import room_for_attributes
 from xckpt.opening.configs import CONFIGS
-from xckpt.opening.kept import room_for_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,8 +18,8 @@ from xckpt.errors import shown, warn
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, explicit_name
 from xckpt.structure import Role
+from xckpt.structure.facts import WHOLE, align
 from xckpt.structure.numbering import split_name
-from xckpt.structure.parameters import WHOLE, align
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -299,7 +299,7 @@ def training_parts(training: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
 def attach(
     model: xr.Dataset, optimizer: xr.Dataset, parameters: Sequence[str] | None = None
 ) -> xr.Dataset:
-    """Attach the state of an optimizer; see `xckpt.opening.optimizers.join_optimizer`."""
+    """Attach the state of an optimizer; see `xckpt.entry.join_optimizer`."""
     model, optimizer = unstack_modules(model), unstack_modules(optimizer)
     states = {str(n): v for n, v in optimizer.variables.items() if n not in optimizer.coords}
     by_number = numbers_in(states, optimizer.attrs)

@@ -304,6 +304,9 @@ def channels_by_name(name: str, ndim: int) -> Channels | None:
 
 # --- sizes of the model ---------------------------------------------------------------------------
 
+# Names never follow from sizes alone, since sizes collide. ``a*b`` is the product of two sizes,
+# ``a/2`` the half of one.
+
 _LARGEST = 1 << 62
 
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from xckpt.structure import conventions
 from xckpt.structure.declared import TRAINED, Conclusion, conclude
-from xckpt.structure.facts import ModelFacts
+from xckpt.structure.facts import ModelFacts, listed_by_number
 from xckpt.structure.forms import grouped, masked
 from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Role
 from xckpt.structure.numbering import module_of
-from xckpt.structure.parameters import listed_by_number
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable

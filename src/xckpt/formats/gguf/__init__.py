@@ -54,8 +54,7 @@ from xckpt.elements import BLOCK_TYPES, nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gguf import metadata
-from xckpt.formats.gguf.metadata import BOOL, DEEPEST, LIST, NUMBERS, TEXT
-from xckpt.formats.gguf.templates import template_code
+from xckpt.formats.gguf.metadata import BOOL, DEEPEST, LIST, NUMBERS, TEXT, template_code
 from xckpt.formats.plan import Draft, Plan, WantedTensor, place_parts
 from xckpt.index import FileSet, Index, Part, StoredList, Tensor
 

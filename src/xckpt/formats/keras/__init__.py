@@ -32,9 +32,8 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Format, Readable, archive, kit
 from xckpt.formats.keras import hdf5, library
-from xckpt.formats.keras.code import add_code
 from xckpt.formats.keras.datasets import read_tensor
-from xckpt.formats.keras.layers import Layers
+from xckpt.formats.keras.layers import Layers, add_code
 from xckpt.formatting import natural_key
 from xckpt.index import Index, Shard, Tensor, is_file_name, is_json
 
