@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.text import Text
 
 from xckpt.plots import Plots
-from xckpt.plots.theme import COLOURS, INK, SCALE
+from xckpt.plots.axes import COLOURS, INK, SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,8 +28,8 @@ from xckpt.notebook.folding import fold
 from xckpt.notebook.html import to_page
 from xckpt.notebook.markdown import to_markdown
 from xckpt.notebook.views import summary_blocks
+from xckpt.plots.axes import INK, styled
 from xckpt.plots.series import Series, groups_of, numbers_of
-from xckpt.plots.theme import INK, styled
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:

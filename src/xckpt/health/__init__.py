@@ -1,15 +1,22 @@
 """Findings: tensors that look wrong, in one checkpoint or along a training run.
 
 The room may import comparison, statistics, scan and everything below them. Read `examining` first:
-it gathers the `evidence` (statistics of all tensors with their roles) and applies each rule of
-`rules` to it. `runs` has the rules for changes between steps, `overview` their table;
-`equal_tensors` and `code_ranges` have rules that read elements again.
+it gathers the `evidence` (statistics of all tensors with their roles), applies each of `RULES` to
+it, and shows a training run. `elements` has the rules about single tensors, `channels` about rows
+and columns, `siblings` about tensors that belong together, and `runs` about changes between steps.
 """
 
 from xckpt.health.evidence import out_of_line
-from xckpt.health.examining import FindingsAccessor, examine, findings, findings_blocks
-from xckpt.health.overview import RunSummary, run_blocks, run_summary
-from xckpt.health.rules import RULES
+from xckpt.health.examining import (
+    RULES,
+    FindingsAccessor,
+    RunSummary,
+    examine,
+    findings,
+    findings_blocks,
+    run_blocks,
+    run_summary,
+)
 from xckpt.health.runs import changes_of
 
 __all__ = [

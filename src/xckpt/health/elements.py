@@ -1,15 +1,25 @@
-"""Rules about the contents and the elements of single tensors."""
+"""Rules about single tensors: elements, running statistics, the state of optimizers, codes."""
 
 from __future__ import annotations
 
+from collections import Counter
+from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.scaled import QuantizedArray
+from xckpt.arrays.streams import of_tensor
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.formatting import binary_size, counted
 from xckpt.health.evidence import CODED, EVERY, Rule, RuleFinding
+from xckpt.progress import Progress
+from xckpt.scan.scanning import gather
+from xckpt.statistics.channel_sketches import count_at_ends
+from xckpt.statistics.counts import Sketch
+from xckpt.statistics.describe import spectrum
 from xckpt.structure import Described, Role, Structure
 from xckpt.structure.emptiness import NO_TENSORS, empty_weights
 
@@ -301,3 +311,240 @@ class WideType(Rule):
                 half = binary_size(int(count[row]) * narrow.bits // 8)
                 sentence = f"every value of this {dtype} is a {narrow.name}: {half} would do"
                 yield self.finding(evidence, row, spare[row], sentence)
+
+
+# --- running statistics, scales, and the state of an optimizer ------------------------------------
+
+
+class NegativeStatistic(Rule):
+    """A running variance, or a counter, has a negative element."""
+
+    name, severity = "negative_statistic", "error"
+    roles = frozenset({Role.STATISTIC, Role.COUNTER})
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        low, structure = evidence["min"], evidence.structure
+        for row in np.flatnonzero(low < 0).tolist():
+            name = evidence.plain_names[row]
+            if structure.is_variance(name):
+                sentence = f"a variance is {low[row]:.3g} at its smallest element"
+                yield self.finding(evidence, row, low[row], sentence)
+            elif structure.is_counter(name):
+                yield self.finding(evidence, row, low[row], f"a counter is {low[row]:,.0f}")
+
+
+class UnlikeStatistic(Rule):
+    """Running statistics of a norm are far beyond those of all other norms."""
+
+    name, severity = "unlike_statistic", "warning"
+    roles = frozenset({Role.STATISTIC})
+    #: Factors of the means and of the variances. A first layer can have large ones.
+    far_mean, far_variance = 1e4, 1e7
+    fewest = 4
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        rms = evidence["rms"]
+        groups: dict[tuple[str, bool], list[int]] = {}
+        for row, role in enumerate(evidence.roles):
+            if role is Role.STATISTIC and np.isfinite(rms[row]):
+                is_variance = evidence.structure.is_variance(evidence.plain_names[row])
+                groups.setdefault((evidence.step_of(row), is_variance), []).append(row)
+        for (_, is_variance), rows in groups.items():
+            if len(rows) < self.fewest:
+                continue
+            second, first = sorted(rows, key=rms.__getitem__)[-2:]
+            factor = rms[first] / rms[second]
+            if rms[second] > 0 and factor > (self.far_variance if is_variance else self.far_mean):
+                word = "variances" if is_variance else "means"
+                sentence = (
+                    f"the root mean square of its {word}, {rms[first]:.3g}, is {factor:.2g} times "
+                    f"that of any other norm"
+                )
+                yield self.finding(evidence, first, factor, sentence)
+
+
+class OddScale(Rule):
+    """A scale of codes is 0, or negative where no other one is."""
+
+    name, severity = "odd_scale", "warning"
+    roles = frozenset({Role.SCALE})
+    fewest_others = 3
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        low, high = evidence["min"], evidence["max"]
+        factors = [
+            row
+            for row, name in enumerate(evidence.plain_names)
+            if evidence.roles[row] is Role.SCALE and evidence.structure.is_factor(name)
+        ]
+        negative = [row for row in factors if low[row] < 0]
+        for row in factors:
+            number = "it is" if evidence["count"][row] == 1 else "all of its elements are"
+            if low[row] == high[row] == 0:
+                yield self.finding(evidence, row, 0, f"{number} 0: so are the weights")
+            elif negative == [row] and len(factors) > self.fewest_others:
+                others = counted(len(factors) - 1, "other scale")
+                sentence = f"its smallest element is {low[row]:.3g}, and {others} are positive"
+                yield self.finding(evidence, row, low[row], sentence)
+
+
+class OddStep(Rule):
+    """An optimizer counts fewer or more steps for a parameter than for most others."""
+
+    name, severity = "odd_step", "info"
+    roles = frozenset({Role.STEP})
+    is_of_kind = True
+    fewest_siblings = 3
+    #: Share of the usual step. Some batches give a parameter no gradient.
+    least_difference = 0.1
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        low = evidence["min"]
+        for siblings in evidence.families.values():
+            steps = Counter([low[row] for row in siblings if evidence["count"][row] == 1])
+            (usual, number), *_ = steps.most_common(1) or [(0.0, 0)]
+            if number < self.fewest_siblings or 2 * number <= len(siblings):
+                continue
+            for row in siblings:
+                if abs(low[row] - usual) > self.least_difference * usual:
+                    others = counted(number, "sibling")
+                    sentence = f"it is {low[row]:,.0f}, and that of {others} {usual:,.0f}"
+                    yield self.finding(evidence, row, low[row], sentence)
+
+
+class NegativeMoment(Rule):
+    """An average of squares has a negative element."""
+
+    name, severity = "negative_moment", "warning"
+    roles = frozenset({Role.MOMENT})
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        low = evidence["min"]
+        for row in np.flatnonzero(low < 0):
+            if evidence.structure.is_of_squares(evidence.names[row]):
+                sentence = f"an average of squares is {low[row]:.3g} at its smallest element"
+                yield self.finding(evidence, row, low[row], sentence)
+
+
+# --- ranges of codes ------------------------------------------------------------------------------
+
+
+class CodeRange(NamedTuple):
+    """Range of the codes of a quantised tensor, which has a row in the evidence."""
+
+    row: int
+    dtype: str
+    elements: float
+    low: float
+    high: float
+    at_ends: float
+    #: Number of scales; each puts one code at an end.
+    scales: float
+
+
+def code_ranges(evidence: Evidence) -> list[CodeRange]:
+    """Return the ranges of the codes of all quantised tensors."""
+    return [*_plain_codes(evidence), *_decoded_codes(evidence)]
+
+
+def _plain_codes(evidence: Evidence) -> Iterator[CodeRange]:
+    """Yield the ranges of tensors whose statistics describe the stored codes."""
+    names, dtypes = evidence.names, evidence.dtypes
+    scales = evidence.structure.scales
+    sizes = dict(zip(names, evidence["count"].tolist(), strict=True))
+    for row in np.flatnonzero(~np.isnan(evidence["at_ends"])).tolist():
+        is_code = evidence.roles[row] is Role.CODES and names[row] in scales
+        if is_code or dtypes[row].startswith("float8"):
+            count, low, high, ends = (
+                evidence[name][row] for name in ("count", "min", "max", "at_ends")
+            )
+            scale_count = sizes.get(scales.get(names[row], ""), 0.0)
+            yield CodeRange(row, dtypes[row], count, low, high, ends, scale_count)
+
+
+def _decoded_codes(evidence: Evidence) -> list[CodeRange]:
+    """Return the ranges of tensors whose statistics describe decoded numbers; skip packed codes."""
+    tensors: list[tuple[int, QuantizedArray]] = []
+    codes = []
+    for row, stream in enumerate(evidence.streams):
+        lazy = stream.array
+        is_coded = isinstance(lazy, QuantizedArray)
+        if is_coded and lazy.quantization.bits == lazy.quantization.word_bits == 8:
+            flat = DenseArray(lazy.name, lazy.readers["data"], (prod(lazy.shape),), decode=False)
+            tensors.append((row, lazy))
+            codes.append(of_tensor(flat, lazy.name))
+    with Progress(evidence.progress, "codes") as bar:
+
+        def finish(number: int, sketch: Sketch) -> CodeRange:
+            row, lazy = tensors[number]
+            values = spectrum(sketch).values()
+            blocks = zip(lazy.shape, lazy.quantization.block, strict=True)
+            low, high = (values[0], values[-1]) if len(values) else (0.0, 0.0)
+            scales = prod([-(-size // block) for size, block in blocks])
+            kind, ends = sketch.kind.name, count_at_ends(sketch)
+            return CodeRange(row, kind, sketch.count, float(low), float(high), ends, scales)
+
+        return gather(codes, Sketch, finish, bar, cache=evidence.cache, stretched=True)
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+class _Codes(Rule):
+    """Codes of quantised tensors use little of their range, or too much of its ends."""
+
+    roles = CODED
+    #: Tensors with fewer elements per possible code are skipped.
+    elements_of_a_code = 64
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        for codes in evidence.once(code_ranges):
+            levels = 1 << ELEMENT_TYPES[codes.dtype].bits
+            if codes.elements >= self.elements_of_a_code * levels:
+                for value, sentence in self._violations(codes, levels):
+                    yield self.finding(evidence, codes.row, value, sentence)
+
+    def _violations(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
+        """Yield a value and a sentence for each finding."""
+        raise NotImplementedError
+
+
+class NarrowCodes(_Codes):
+    """Codes use a part of their range."""
+
+    name, severity = "narrow_codes", "info"
+    is_of_kind = True
+    threshold = 0.5  # of the range of integers
+    threshold_of_floats = 1 / 16  # of the largest number
+
+    def _violations(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
+        low, high, dtype = codes.low, codes.high, codes.dtype
+        float_format = ELEMENT_TYPES[dtype].float_format
+        if float_format is not None:
+            largest = max(abs(low), abs(high))
+            used = largest / float_format.largest
+            # Types with five bits of exponent are made for gradients.
+            if float_format.exponent_bits != 5 and 0 < used < self.threshold_of_floats:
+                sentence = f"the largest magnitude of its codes is {largest:.3g}, and {dtype}"
+                yield used, f"{sentence} has {float_format.largest:g}"
+        elif low < high and (part := (high - low + 1) / levels) < self.threshold:
+            yield (
+                part,
+                f"codes are from {low:.0f} to {high:.0f}: {part:.0%} of the range of {dtype}",
+            )
+
+
+class SaturatedCodes(_Codes):
+    """Values were cut off at the ends of the range of their codes."""
+
+    name, severity = "saturated_codes", "warning"
+    threshold = 0.05  # share of the codes; 0.25 of codes of 4 bits
+
+    def _violations(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
+        # Each scale puts one code at an end.
+        share = max(0.0, codes.at_ends - codes.scales) / codes.elements
+        if share > max(self.threshold, 4 / levels):
+            yield (
+                share,
+                f"{share:.1%} of the codes are at an end of their range: values were cut off",
+            )

@@ -1,6 +1,6 @@
 """Evidence for findings: the statistics of all tensors, their roles and siblings.
 
-A `Rule` looks at `Evidence` and returns findings. `xckpt.health.rules` lists all rules.
+A `Rule` looks at `Evidence` and returns findings. `xckpt.health.examining` lists all rules.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from xckpt.comparison.pairs import pair_of
 from xckpt.datasets.tensors import run_dim
 from xckpt.errors import some
 from xckpt.formatting import counted
-from xckpt.health.equal_tensors import equal_to
 from xckpt.health.evidence import EVERY, Evidence, Rule, RuleFinding, out_of_line
+from xckpt.health.siblings import equal_to
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
 from xckpt.notebook.folding import fold

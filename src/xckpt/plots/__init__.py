@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from xckpt.options import Forwarded
-from xckpt.plots.comparisons import draw_differences, draw_error
+from xckpt.plots.comparisons import draw_differences, draw_error, draw_steps
 from xckpt.plots.distribution import draw_histogram, draw_spectrum
 from xckpt.plots.groups import draw_groups
 from xckpt.plots.heatmap import draw_heatmap
 from xckpt.plots.layers import draw_layers
 from xckpt.plots.series import Drawn
-from xckpt.plots.steps import draw_steps
 from xckpt.plots.treemap import draw_treemap
 
 if TYPE_CHECKING:

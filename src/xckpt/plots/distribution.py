@@ -18,6 +18,7 @@ from xckpt.plots.axes import (
     number_colours,
     number_text,
     require_drawable,
+    themed,
     whole_numbers,
 )
 from xckpt.plots.series import (
@@ -28,7 +29,6 @@ from xckpt.plots.series import (
     series_of,
     title_and_labels,
 )
-from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,10 +18,10 @@ from xckpt.plots.axes import (
     new_axes,
     require_drawable,
     safe,
+    themed,
     whole_numbers,
 )
 from xckpt.plots.layers import WIDE_SPAN, require_statistic
-from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

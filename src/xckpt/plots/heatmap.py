@@ -18,10 +18,10 @@ from xckpt.plots.axes import (
     new_axes,
     require_drawable,
     safe,
+    themed,
     whole_numbers,
 )
 from xckpt.plots.series import codes_drawn, codes_of
-from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -22,6 +22,7 @@ from xckpt.plots.axes import (
     number_text,
     require_drawable,
     safe,
+    themed,
     whole_numbers,
 )
 from xckpt.plots.series import (
@@ -38,7 +39,6 @@ from xckpt.plots.series import (
     positions_of,
     series_of,
 )
-from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

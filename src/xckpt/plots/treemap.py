@@ -11,9 +11,16 @@ from xckpt.formatting import binary_size, columns, counted, printable, share, sh
 from xckpt.notebook.html import colors_of
 from xckpt.notebook.short_names import apart
 from xckpt.options import renamed, takes
-from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
+from xckpt.plots.axes import (
+    add_heading,
+    add_legend,
+    luminance,
+    new_axes,
+    require_drawable,
+    themed,
+    write,
+)
 from xckpt.plots.series import require_any
-from xckpt.plots.theme import themed
 from xckpt.structure.numbering import split_name, strip_separator
 
 if TYPE_CHECKING:

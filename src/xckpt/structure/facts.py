@@ -317,9 +317,9 @@ def _names(value: Any) -> Iterable[str]:
 
 # --- parameters of an optimizer -------------------------------------------------------------------
 
-# `torch.optim` numbers parameters in the order in which it got them. The numbers name no tensor, but
-# the tensors of a model are in the same order in a file, and the state of each parameter has its
-# shape. A tensor counts as listed only if no other assignment in this order is possible.
+# `torch.optim` numbers parameters in the order in which it got them. The numbers name no tensor,
+# but the tensors of a model are in the same order in a file, and the state of each parameter has
+# its shape. A tensor counts as listed only if no other assignment in this order is possible.
 
 _GROUP = re.compile(r"((?:.+\.)?)param_groups\.[0-9]{1,9}\.params", re.DOTALL)
 _STATE = re.compile(r"state\.([0-9]{1,18})\.([A-Za-z_]+)")

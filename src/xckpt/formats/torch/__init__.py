@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.formats import Format, Readable, archive, kit
 from xckpt.formats.torch import containers, deepspeed, distributed
-from xckpt.formats.torch.objects import ObjectWalk
-from xckpt.formats.torch.parameters import with_parameters
+from xckpt.formats.torch.objects import ObjectWalk, with_parameters
 from xckpt.formats.torch.tensors import Tensors
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from xckpt.formats import chunks, kit
 from xckpt.formats.pickles.machine import Machine
 from xckpt.formats.pickles.records import Call, Global, Pairs, key_text, sizes_of, spelled
 from xckpt.formats.torch.containers import read_zip
-from xckpt.formats.torch.objects import ObjectWalk
-from xckpt.formats.torch.parameters import with_parameters
+from xckpt.formats.torch.objects import ObjectWalk, with_parameters
 from xckpt.formats.torch.tensors import Tensors, dtype_named, element_named, in_elements
 from xckpt.index import Shard, Tensor, is_file_name
 
