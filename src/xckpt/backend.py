@@ -7,18 +7,13 @@ it imports nothing heavy: dask and other large packages are imported when a file
 from __future__ import annotations
 
 import re
-import sys
 from inspect import cleandoc
-from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import xarray as xr  # whole: importing a part would not wait for a thread that is loading it
 
 from xckpt import formats
 from xckpt.datasets.options import OpenOptions
-from xckpt.errors import CheckpointError, warn
-from xckpt.labels.filters import has_match, no_match
-from xckpt.opening import open_index
 from xckpt.registration import register_formatter
 
 if TYPE_CHECKING:
@@ -43,7 +38,6 @@ __all__ = [
     "SafetensorsBackend",
     "TorchBackend",
     "ZTensorBackend",
-    "check_filters",
 ]
 
 
@@ -223,7 +217,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         keywords: dict[str, Any],
     ) -> tuple[Source, Index, OpenOptions]:
         from xckpt.labels.filters import correct
-        from xckpt.opening import open_index
+        from xckpt.opening import check_filters, open_index
 
         register_formatter()
         options_by_name = {"drop_variables": drop_variables, **keywords}
@@ -303,58 +297,3 @@ class TorchBackend(CheckpointBackend):
 
 class ZTensorBackend(CheckpointBackend):
     format = "ztensor"
-
-
-# --- filters that match nothing -------------------------------------------------------------------
-
-
-def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
-    """Warn if `tensors` match nothing in any file of the call; return options for this file."""
-    # A glob may match the name of a stack instead of a tensor.
-    globs = [] if options.stack or not options.dims else list(options.dims)
-    selecting = [f for f in (options.tensors, options.exclude) if f is not None]
-    filters = [*globs, *selecting]
-    absent = [pattern for pattern in filters if not has_match(index.tensors, pattern)]
-    if not absent:
-        return options
-    first, *others = _opened_together(path)
-    # The first file warns on behalf of all.
-    unmatched = absent if path == first else []
-    names = list(index.tensors)
-    for other in others:
-        if not unmatched:
-            break
-        try:
-            _, other_index = open_index(
-                other, storage_options=options.storage_options, whole=options.decode, silent=True
-            )
-        except (OSError, ValueError, CheckpointError):
-            continue  # opening that file raises its errors
-        unmatched = [p for p in unmatched if not has_match(other_index.tensors, p)]
-        names += other_index.tensors
-    if options.tensors in unmatched and names:
-        warn(f"{index.source}: {no_match(names, options.tensors)}")
-    if options.exclude in unmatched and names:
-        text = no_match(names, options.exclude).replace("tensors=", "exclude=", 1)
-        warn(f"{index.source}: {text}")
-    # A glob without a match raises a warning when axes are named: omit globs that match only
-    # tensors of other files.
-    dims = {
-        glob: axes
-        for glob, axes in options.globs_of_dims.items()
-        if glob in unmatched or glob not in absent
-    }
-    return options.with_dims(dims)
-
-
-def _opened_together(path: Any) -> list[Any]:
-    """Return all paths of the `xarray.open_mfdataset` call that opens a path, or only the path."""
-    # xarray does not pass the other paths to an engine, and may open each in a thread of a pool.
-    for innermost in sys._current_frames().values():  # noqa: SLF001  documented
-        for frame, _ in walk_stack(innermost):
-            module = str(frame.f_globals.get("__name__"))
-            if frame.f_code.co_name == "open_mfdataset" and module.startswith("xarray."):
-                paths = frame.f_locals.get("paths1d")  # private: without it, every file warns
-                if isinstance(paths, list) and path in paths:
-                    return paths
-    return [path]

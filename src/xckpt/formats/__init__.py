@@ -18,9 +18,10 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from xckpt.errors import FormatError, UnsupportedError, shown, warn
+from xckpt.index import Readable
 
 if TYPE_CHECKING:
     import re
@@ -77,27 +78,6 @@ CONTRACT = 1
 
 HEAD_BYTES = 1024
 _ZIP_HEADER, _ZIP_CONTENT = 30, 16
-
-
-class Readable(Protocol):
-    """A file that a format can read."""
-
-    @property
-    def name(self) -> str:
-        """Path or URL, for messages."""
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return exactly `nbytes` bytes; raise `FormatError` if the range exceeds the file."""
-
-    def sibling(self, name: str) -> Readable:
-        """Open a file in the same folder, or raise `FileNotFoundError`."""
-
-    def folders(self) -> tuple[str, ...]:
-        """Return the names of the folders next to the file; none if they cannot be listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -586,7 +566,7 @@ def foreign_folder(
 def _foreign(head: bytes, source: Readable) -> Foreign | None:
     from xckpt.formats import foreign  # only for errors
 
-    return foreign.describe(head, source)
+    return foreign.describe(head, source, tuple([s for name in names() for s in suffixes(name)]))
 
 
 def _code_of(head: bytes, source: Readable) -> tuple[str, ...]:

@@ -36,8 +36,8 @@ from xckpt.index import Part
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from xckpt.formats import Readable
     from xckpt.formats.plan import Written
+    from xckpt.index import Readable
 
 STORED, DEFLATED = 0, 8
 _ENCRYPTED, _UTF_8 = 1, 1 << 11  # of the flags

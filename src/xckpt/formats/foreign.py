@@ -6,7 +6,6 @@ import re
 import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt import formats
 from xckpt.errors import CheckpointError, shown, some
 from xckpt.formats import archive, kit
 from xckpt.formats.pickles.scanning import COMPRESSED, scan, tar_members
@@ -14,7 +13,7 @@ from xckpt.formats.pickles.scanning import COMPRESSED, scan, tar_members
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from xckpt.formats import Readable
+    from xckpt.index import Readable
 
 _LONGEST_SHOWN = 80
 _STEP = 1 << 16  # bytes of an archive that are decompressed
@@ -151,14 +150,14 @@ class Foreign(NamedTuple):
     advice: str
 
 
-def describe(head: bytes, source: Readable) -> Foreign | None:
-    """Return the type of a file that no format recognises, and advice; None if it is unknown."""
+def describe(head: bytes, source: Readable, suffixes: tuple[str, ...]) -> Foreign | None:
+    """Return the type of a file that no format, with these suffixes, recognises, and advice."""
     name = kit.file_name(source.name)
     if not source.size:
         return Foreign("empty", "Writing or copying it may have failed")
     return (
         _by_folder(head, source, name)
-        or _by_members(head, source)
+        or _by_members(head, source, suffixes)
         or _by_signature(head)
         or by_part(source.name)
         or _by_bytes(head, source.size, name.lower())
@@ -241,7 +240,7 @@ def _is_beside(source: Readable, path: str) -> bool:
         return False
 
 
-def _by_members(head: bytes, source: Readable) -> Foreign | None:
+def _by_members(head: bytes, source: Readable, suffixes: tuple[str, ...]) -> Foreign | None:
     """Recognise an archive around a checkpoint by the names of its members."""
     if head.startswith(b"PK\3\4"):
         kind, names = "a zip archive", _names_in_zip(source)
@@ -255,7 +254,6 @@ def _by_members(head: bytes, source: Readable) -> Foreign | None:
         names = [name for name, *_ in tar_members(kit.Memory("", data))]
     else:
         return None
-    suffixes = tuple([suffix for name in formats.names() for suffix in formats.suffixes(name)])
     checkpoints = [
         name
         for name in names

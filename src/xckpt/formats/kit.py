@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from struct import Struct
 
-    from xckpt.formats import Readable
     from xckpt.formats.plan import Draft, WantedTensor
-    from xckpt.index import Shard, Tensor
+    from xckpt.index import Readable, Shard, Tensor
 
 _Entry = TypeVar("_Entry")
 _Value = TypeVar("_Value")

@@ -1,7 +1,7 @@
 """Findings: tensors that look wrong, in one checkpoint or along a training run.
 
 The room may import comparison, statistics, scan and everything below them. Read `examining` first:
-it gathers the `evidence` (statistics of all tensors with their roles), applies each of `RULES` to
+it gathers the `evidence` (statistics of all tensors with their roles), applies each rule to
 it, and shows a training run. `elements` has the rules about single tensors, `channels` about rows
 and columns, `siblings` about tensors that belong together, and `runs` about changes between steps.
 """

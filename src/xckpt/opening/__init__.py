@@ -8,11 +8,13 @@ are one checkpoint, and `merging` for how they become one `Index`.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xckpt.notebook  # noqa: F401  it registers the summary of an Index
@@ -28,7 +30,7 @@ from xckpt.errors import (
     warn,
 )
 from xckpt.index import paused_collector
-from xckpt.labels.filters import select
+from xckpt.labels.filters import has_match, no_match, select
 from xckpt.opening.files import SeveralFilesError, file_name, files_of, set_of
 from xckpt.opening.hints import advising
 from xckpt.opening.merging import OpenFile, merge
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import BinaryIO, Literal
 
+    from xckpt.datasets.options import OpenOptions
     from xckpt.index import FileSet, Index, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     OpenPath = str | os.PathLike[str] | bytes | BinaryIO | Sequence[str | os.PathLike[str]]
 
 __all__ = [
+    "check_filters",
     "format_of",
     "is_format",
     "open_each",
@@ -421,3 +425,58 @@ def room_for_attributes(name: str | None) -> AttributeRoom:
         is_open=form.can.file_attrs is None,
         is_open_for_tensors=form.can.tensor_attrs is None or form.can.arrangement,
     )
+
+
+# --- filters that match no tensor -----------------------------------------------------------------
+
+
+def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
+    """Warn if `tensors` match nothing in any file of the call; return options for this file."""
+    # A glob may match the name of a stack instead of a tensor.
+    globs = [] if options.stack or not options.dims else list(options.dims)
+    selecting = [f for f in (options.tensors, options.exclude) if f is not None]
+    filters = [*globs, *selecting]
+    absent = [pattern for pattern in filters if not has_match(index.tensors, pattern)]
+    if not absent:
+        return options
+    first, *others = _opened_together(path)
+    # The first file warns on behalf of all.
+    unmatched = absent if path == first else []
+    names = list(index.tensors)
+    for other in others:
+        if not unmatched:
+            break
+        try:
+            _, other_index = open_index(
+                other, storage_options=options.storage_options, whole=options.decode, silent=True
+            )
+        except (OSError, ValueError, CheckpointError):
+            continue  # opening that file raises its errors
+        unmatched = [p for p in unmatched if not has_match(other_index.tensors, p)]
+        names += other_index.tensors
+    if options.tensors in unmatched and names:
+        warn(f"{index.source}: {no_match(names, options.tensors)}")
+    if options.exclude in unmatched and names:
+        text = no_match(names, options.exclude).replace("tensors=", "exclude=", 1)
+        warn(f"{index.source}: {text}")
+    # A glob without a match raises a warning when axes are named: omit globs that match only
+    # tensors of other files.
+    dims = {
+        glob: axes
+        for glob, axes in options.globs_of_dims.items()
+        if glob in unmatched or glob not in absent
+    }
+    return options.with_dims(dims)
+
+
+def _opened_together(path: Any) -> list[Any]:
+    """Return all paths of the `xarray.open_mfdataset` call that opens a path, or only the path."""
+    # xarray does not pass the other paths to an engine, and may open each in a thread of a pool.
+    for innermost in sys._current_frames().values():  # noqa: SLF001  documented
+        for frame, _ in walk_stack(innermost):
+            module = str(frame.f_globals.get("__name__"))
+            if frame.f_code.co_name == "open_mfdataset" and module.startswith("xarray."):
+                paths = frame.f_locals.get("paths1d")  # private: without it, every file warns
+                if isinstance(paths, list) and path in paths:
+                    return paths
+    return [path]

@@ -40,8 +40,7 @@ from xckpt.formats.keras.types import Element, decode_attribute, element
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xckpt.formats import Readable
-    from xckpt.index import Part
+    from xckpt.index import Part, Readable
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 NONE = (1 << 64) - 1

@@ -46,7 +46,7 @@ from xckpt.index import Shard
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from xckpt.formats import Readable
+    from xckpt.index import Readable
 
 #: Element types by data type, in the order of their numbers in metadata.
 DATA_TYPES = {

@@ -37,7 +37,7 @@ from xckpt.formats import kit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from xckpt.formats import Readable
+    from xckpt.index import Readable
 
 MAGIC = bytes.fromhex("0cdb3a2a")
 _NODE = bytes.fromhex("0cdb20de")

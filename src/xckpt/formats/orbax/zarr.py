@@ -33,8 +33,8 @@ from xckpt.index import Part, Tensor, span_of, strides_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from xckpt.formats import Readable
     from xckpt.formats.orbax.ocdbt import Value
+    from xckpt.index import Readable
 
     Shape = tuple[int, ...]
 

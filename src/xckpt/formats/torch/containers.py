@@ -40,8 +40,8 @@ from xckpt.formats.torch.tensors import Region, itemsize_of, storage_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.formats import Readable
     from xckpt.formats.torch.tensors import Storage
+    from xckpt.index import Readable
 
 PREVIEW = b"PYTORCH1"
 # Deflating reduces the pickle of a checkpoint to about a tenth. These limits stop bombs.

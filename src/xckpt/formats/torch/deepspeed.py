@@ -40,8 +40,7 @@ from xckpt.index import Part, Shard, Tensor, runs_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from xckpt.formats import Readable
-    from xckpt.index import Index
+    from xckpt.index import Index, Readable
 
     Shapes = dict[str, tuple[int, ...]]
     # The flat vectors of each rank, by group.

@@ -35,9 +35,8 @@ from xckpt.index import Shard, Tensor, is_file_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.formats import Readable
     from xckpt.formats.torch.tensors import Region
-    from xckpt.index import Index
+    from xckpt.index import Index, Readable
 
     # First element, and extents.
     _Block = tuple[tuple[int, ...], tuple[int, ...]]

@@ -35,8 +35,8 @@ from xckpt.index import Index, Part, Tensor
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from xckpt.formats import Readable
     from xckpt.formats.plan import Draft, WantedTensor, Written
+    from xckpt.index import Readable
 
 MAGIC_0, MAGIC = b"ZTEN0001", b"ZTEN1000"
 

@@ -32,9 +32,8 @@ from xckpt.index import Index, Part, Shard, Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.formats import Readable
     from xckpt.formats.plan import Draft, WantedTensor, Written
-    from xckpt.index import Layout
+    from xckpt.index import Layout, Readable
 
 MAGIC = b"\x89ZT2\r\n\x1a\n"
 ALIGNMENT, CANONICAL_ALIGNMENT = 4096, 1 << 16
