@@ -2,7 +2,7 @@
 
 The room may import health, comparison, statistics and everything below them; matplotlib is imported
 when a picture is drawn. Read `Plots` below first: it has one method per picture, which calls the
-function ``draw_...`` with its documentation. `series`, `axes` and `theme` are shared.
+function ``draw_...`` with its documentation. `series` and `axes` are shared.
 """
 
 from __future__ import annotations
