@@ -127,8 +127,11 @@ class Pages:
         nbytes = sum([row.nbytes for row in rows])
         title = node.strip(_ROOT).replace(_ROOT, ".")
         fields = [
-            *(Field("tensor", "name"), Field("shape", "word"), Field("stored as", "word")),
-            *(Field("size", "size"), Field("share", "bar", is_optional=True)),
+            Field("tensor", "name"),
+            Field("shape", "word"),
+            Field("stored as", "word"),
+            Field("size", "size"),
+            Field("share", "bar", is_optional=True),
         ]
         cells = [
             (

@@ -260,10 +260,10 @@ T = TypeVar("T")
 
 # Names that file systems use for the version of a file.
 _VERSION_KEYS = (
-    *("ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5"),
-    *("blob_id", "sha", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
-    *("updated", "created", "ino", "CRC", "modify", "modificationTime", "last_write_time"),
-)
+    "ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "blob_id",
+    "sha", "LastModified", "Last-Modified", "last_modified", "mtime", "modified", "updated",
+    "created", "ino", "CRC", "modify", "modificationTime", "last_write_time",
+)  # fmt: skip
 # These protocols read copies, which do not change.
 _COPYING = ("simplecache::", "filecache::", "blockcache::", "cached::")
 _IN_THIS_PROCESS = frozenset({"memory", "file", "local"})

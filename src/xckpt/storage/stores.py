@@ -33,18 +33,18 @@ _KINDS = {
 }
 # The fields of obstore's ClientConfig.
 _CLIENT_OPTIONS = {
-    *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type"),
-    *("default_headers", "http1_only", "http2_keep_alive_interval", "http2_keep_alive_timeout"),
-    *("http2_keep_alive_while_idle", "http2_only", "pool_idle_timeout", "pool_max_idle_per_host"),
-    *("proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses"),
-    *("root_certificate", "user_agent"),
-}
+    "allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type",
+    "default_headers", "http1_only", "http2_keep_alive_interval", "http2_keep_alive_timeout",
+    "http2_keep_alive_while_idle", "http2_only", "pool_idle_timeout", "pool_max_idle_per_host",
+    "proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses",
+    "root_certificate", "user_agent",
+}  # fmt: skip
 # Options for caches and event loops that do not exist here, or for creating buckets.
 _WITHOUT_EFFECT = {
-    *("asynchronous", "block_size", "cache_regions", "cache_type", "default_block_size"),
-    *("default_cache_type", "default_fill_cache", "max_pool_connections", "project"),
-    *("skip_instance_cache", "trust_env", "use_listings_cache"),
-}
+    "asynchronous", "block_size", "cache_regions", "cache_type", "default_block_size",
+    "default_cache_type", "default_fill_cache", "max_pool_connections", "project",
+    "skip_instance_cache", "trust_env", "use_listings_cache",
+}  # fmt: skip
 _BRACKETS = re.compile(r"\[[^\]/]*\]?")
 # A path that obstore sends as it is.
 _PLAIN = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9_.~+=,@:-]+)+")

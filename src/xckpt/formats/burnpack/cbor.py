@@ -62,63 +62,63 @@ def _tagged(tag: int, value: Any) -> Any:
     return ~large if tag == 3 else large
 
 
-def mapping(what: str, value: Any) -> dict[str, Any]:
+def mapping(label: str, value: Any) -> dict[str, Any]:
     """Return a map with keys of text."""
-    for key in kit.mapping(what, value, _RULE):
+    for key in kit.mapping(label, value, _RULE):
         if type(key) is not str:
-            raise mistyped(f"a key of {what}", key, "text")
+            raise mistyped(f"a key of {label}", key, "text")
     texts: dict[str, Any] = value
     return texts
 
 
-def struct(what: str, value: Any, names: AbstractSet[str]) -> dict[str, Any]:
+def struct(label: str, value: Any, names: AbstractSet[str]) -> dict[str, Any]:
     """Return the fields of a struct."""
-    if kit.mapping(what, value, _RULE).keys() <= names:
+    if kit.mapping(label, value, _RULE).keys() <= names:
         fields: dict[str, Any] = value
         return fields
     fields = {}
     for key, item in value.items():
-        name = _field_name(what, key)
+        name = _field_name(label, key)
         if name in fields:
-            raise FormatError(f"{what} has the field {shown(name)} twice", rule=_RULE)
+            raise FormatError(f"{label} has the field {shown(name)} twice", rule=_RULE)
         if name in names:
             fields[name] = item
     return fields
 
 
-def _field_name(what: str, key: Any) -> str:
+def _field_name(label: str, key: Any) -> str:
     if type(key) is str:
         key = key.encode()
     if type(key) is not bytes:
-        raise mistyped(f"a key of {what}", key, "text")
+        raise mistyped(f"a key of {label}", key, "text")
     if len(key) > _LONGEST_KEY:
-        raise FormatError(f"a key of {what} has {len(key)} bytes", rule=_RULE)
+        raise FormatError(f"a key of {label} has {len(key)} bytes", rule=_RULE)
     return str(key, "utf-8", "replace")
 
 
-def variant(what: str, value: Any) -> tuple[str, Any]:
+def variant(label: str, value: Any) -> tuple[str, Any]:
     """Return the variant of an enum and its content."""
     if type(value) is str:
         return value, UNIT
     if type(value) is not dict or len(value) != 1:
-        raise mistyped(what, value, "a variant, as text or as a map of one")
+        raise mistyped(label, value, "a variant, as text or as a map of one")
     ((key, content),) = value.items()
-    return _field_name(what, key), content
+    return _field_name(label, key), content
 
 
-def unit(what: str, value: Any, variants: Collection[str]) -> str:
+def unit(label: str, value: Any, variants: Collection[str]) -> str:
     """Return the variant of an enum whose variants have no content."""
-    name, content = variant(what, value)
+    name, content = variant(label, value)
     if content is not UNIT:
-        raise mistyped(what, value, "a variant without content")
+        raise mistyped(label, value, "a variant without content")
     if name not in variants:
-        raise unknown(what, name)
+        raise unknown(label, name)
     return name
 
 
-def unknown(what: str, name: str) -> UnsupportedError:
+def unknown(label: str, name: str) -> UnsupportedError:
     """Return the error for an unknown variant."""
-    return UnsupportedError(f"{what} is {shown(name)}, which is unknown", rule=_RULE)
+    return UnsupportedError(f"{label} is {shown(name)}, which is unknown", rule=_RULE)
 
 
 def optional(value: Any) -> Any:

@@ -64,45 +64,45 @@ class ObjectCursor(kit.Cursor):
 
     __slots__ = ()
 
-    def uint32(self, what: str) -> int:
+    def uint32(self, label: str) -> int:
         """Read an integer of type uint32, the only one that primitiv knows."""
-        value: int = _INTEGER.unpack(self._number(_UINT32, what))[1]
+        value: int = _INTEGER.unpack(self._number(_UINT32, label))[1]
         return value
 
-    def float32(self, what: str) -> float:
+    def float32(self, label: str) -> float:
         """Read a number of type float32."""
-        value: float = _FLOAT.unpack(self._number(_FLOAT32, what))[1]
+        value: float = _FLOAT.unpack(self._number(_FLOAT32, label))[1]
         return value
 
-    def length(self, kind: LengthType, what: str) -> int:
+    def length(self, kind: LengthType, label: str) -> int:
         """Read the length that an object begins with."""
-        code = self.take(1, what)[0]
+        code = self.take(1, label)[0]
         if code in kind.short:
             return code - kind.short.start
         self.at -= 1
         width = kind.long.get(code)
         if width is None:
-            raise self._mistyped(what, code, kind.name)
-        return int.from_bytes(self.take(1 + width, what)[1:], "big")
+            raise self._mistyped(label, code, kind.name)
+        return int.from_bytes(self.take(1 + width, label)[1:], "big")
 
-    def string(self, what: str) -> str:
+    def string(self, label: str) -> str:
         """Read a str; a byte that is not UTF-8 becomes a lone surrogate."""
-        nbytes = self.length(STR, what)
+        nbytes = self.length(STR, label)
         if nbytes > _LONGEST_TEXT:
-            self.require(nbytes, what)
-            reason = f"{what}: {nbytes} bytes, more than the limit of {_LONGEST_TEXT}"
+            self.require(nbytes, label)
+            reason = f"{label}: {nbytes} bytes, more than the limit of {_LONGEST_TEXT}"
             raise UnsupportedError(reason, offset=self.at, rule="TextLength")
-        return self.take(nbytes, what).decode("utf-8", "surrogateescape")
+        return self.take(nbytes, label).decode("utf-8", "surrogateescape")
 
-    def _number(self, code: int, what: str) -> bytes:
-        type_byte = self.take(1, what)[0]
+    def _number(self, code: int, label: str) -> bytes:
+        type_byte = self.take(1, label)[0]
         self.at -= 1
         if type_byte != code:
-            raise self._mistyped(what, type_byte, f"0x{code:02x} ({_NAMES[code]})")
-        return self.take(5, what)
+            raise self._mistyped(label, type_byte, f"0x{code:02x} ({_NAMES[code]})")
+        return self.take(5, label)
 
-    def _mistyped(self, what: str, code: int, expected: str) -> FormatError:
-        reason = f"{what}: type byte 0x{code:02x}, expected {expected}"
+    def _mistyped(self, label: str, code: int, expected: str) -> FormatError:
+        reason = f"{label}: type byte 0x{code:02x}, expected {expected}"
         return FormatError(reason, offset=self.at, rule="Type")
 
     def require(self, nbytes: int, label: str) -> None:
@@ -417,10 +417,10 @@ def _add(tensors: dict[_N, WantedTensor], key: _N, tensor: WantedTensor) -> None
         raise refused(tensor, reason, "DuplicateName", "Rename one of them")
 
 
-def check_utf8(notes: kit.Notes, what: str, name: str) -> None:
+def check_utf8(notes: kit.Notes, label: str, name: str) -> None:
     """Add a note if a text is not UTF-8."""
     if _NOT_UTF8.search(name) is not None:
-        notes.add("not UTF-8", f"{what} {shown(name)}")
+        notes.add("not UTF-8", f"{label} {shown(name)}")
 
 
 def _named(name: str) -> str:
