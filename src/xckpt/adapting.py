@@ -14,34 +14,30 @@ import re
 from collections import Counter
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 
 from xckpt.datasets.adapter_updates import factors_of
-from xckpt.datasets.adapters import find_adapters
+from xckpt.datasets.adapters import Adapter, find_adapters
 from xckpt.errors import UnsupportedError, shown, some, warn
 from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress
 from xckpt.scan.entries import contents_of, contents_of_all, entries_of, filter_of
 from xckpt.statistics.singular import Factorized, best_factors, factors_of_product
-from xckpt.statistics.spectra import on_threads, select_matrices
+from xckpt.statistics.spectra import Matrix, on_threads, select_matrices
 from xckpt.storage import write_file
-from xckpt.structure import PARAMETERS
+from xckpt.structure import PARAMETERS, Structure
 from xckpt.writing.saving import save
 from xckpt.writing.targets import Target, made_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from typing import Unpack
 
     import pandas as pd
 
-    from xckpt.datasets.adapters import Adapter
     from xckpt.labels import TensorFilter
     from xckpt.scan.entries import Describable
-    from xckpt.statistics.spectra import Matrix
-    from xckpt.structure import Structure
     from xckpt.typing import Array
 
 __all__ = ["extract_adapter", "resize_adapter"]

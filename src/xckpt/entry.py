@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 from xckpt.datasets.options import OpenOptions
 from xckpt.options import OpenKeywords, ScanOptions, SelectOptions, takes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Unpack
-
     import xarray as xr
 
     from xckpt.formats import ReadOptions

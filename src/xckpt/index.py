@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -16,12 +16,9 @@ from math import prod
 from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeGuard, TypeVar
 
-from xckpt.errors import causes_of, some
+from xckpt.errors import Cause, CheckpointError, causes_of, some
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-
-    from xckpt.errors import Cause, CheckpointError
     from xckpt.opening.checkpoint import CheckpointFiles
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ and the modules below them, but no format. Read `lazy` first, then `dense` as an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Self
@@ -22,12 +22,9 @@ from xckpt.arrays.scaled import quantized_array
 from xckpt.arrays.sparse import SPARSE_ARRAYS
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import CheckpointError, FormatError, locating
-from xckpt.index import StoredList
+from xckpt.index import StoredList, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from xckpt.index import Tensor
     from xckpt.storage import Source
 
 __all__ = ["LazyArray", "LazyList", "ReadOptions", "lazy_arrays", "read_later"]

@@ -25,7 +25,7 @@ from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray, OnePartArray
 from xckpt.arrays.kinds import kind_named
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.parts import has_byte_each
+from xckpt.arrays.parts import PartReader, has_byte_each
 from xckpt.arrays.streams import (
     ArrayStream,
     ElementStream,
@@ -42,7 +42,6 @@ from xckpt.storage.source import empty_array
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from xckpt.arrays.parts import PartReader
     from xckpt.arrays.streams import Block
     from xckpt.storage.digests import Hasher
     from xckpt.storage.prefetch import Range

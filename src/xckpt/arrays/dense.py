@@ -25,18 +25,16 @@ from xckpt.arrays.keys import (
     take,
 )
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.parts import decoded_nbytes, has_byte_each, strided_chunks
+from xckpt.arrays.parts import PartReader, decoded_nbytes, has_byte_each, strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
-from xckpt.index import Part
+from xckpt.index import Part, Tensor
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.source import empty_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from xckpt.arrays.parts import PartReader
-    from xckpt.index import Tensor
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array

@@ -26,8 +26,8 @@ from dask.callbacks import Callback
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
-from xckpt.arrays.keys import cut_chunks
-from xckpt.arrays.lazy import LazyArray, SlicedArray
+from xckpt.arrays.keys import AxisKey, Chunks, cut_chunks
+from xckpt.arrays.lazy import LazyArray, Opened, SlicedArray
 from xckpt.errors import locating
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import UNCHECKED_NBYTES, require_memory
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
     import dask.array as da
 
-    from xckpt.arrays.keys import AxisKey, Chunks
-    from xckpt.arrays.lazy import Opened
     from xckpt.storage.prefetch import Range
 
 # Annotation of the layers of a graph.

@@ -23,17 +23,14 @@ from xckpt.arrays.keys import (
 )
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, warn
-from xckpt.index import runs_of, strides_of
-from xckpt.storage import digests, encodings, seekable
+from xckpt.index import Part, Tensor, runs_of, strides_of
+from xckpt.storage import Source, digests, encodings, seekable
 from xckpt.storage.limits import Locks, Pool, require_expansion, require_memory
 from xckpt.storage.source import empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from xckpt.arrays.keys import AxisKey
-    from xckpt.index import Part, Tensor
-    from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 

@@ -23,13 +23,12 @@ from xckpt.arrays.keys import (
 from xckpt.arrays.lazy import LazyArray
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import FormatError
-from xckpt.index import Codebook, Quantization
+from xckpt.index import Codebook, Quantization, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from xckpt.arrays.parts import PartReader
-    from xckpt.index import Tensor
     from xckpt.storage import Source
     from xckpt.typing import Array
 

@@ -5,7 +5,7 @@ Where a grid has no tensor at a position, it has NaN, which nothing is read for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from xckpt.arrays import lazy_arrays
+from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.keys import (
     AxisKey,
     Chunks,
@@ -27,9 +27,6 @@ from xckpt.arrays.lazy import LazyArray, Origin
 from xckpt.storage.local import BytesSource
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
-
-    from xckpt.arrays import ReadOptions
     from xckpt.index import Tensor
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range

@@ -27,7 +27,7 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.arrays.dense import DenseArray, OnePartArray, stored_bytes
-from xckpt.arrays.kinds import kind_named, require_numbers
+from xckpt.arrays.kinds import Kind, kind_named, require_numbers
 from xckpt.arrays.lazy import LazyArray, UnreadableArray, dense_values
 from xckpt.arrays.scaled import QuantizedArray
 from xckpt.arrays.sparse import SparseArray, flat_positions
@@ -37,7 +37,6 @@ from xckpt.index import Part
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from xckpt.arrays.kinds import Kind
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
     from xckpt.structure import Channels

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
 from textual import work
-from textual.app import App
+from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Footer, Input, OptionList, Static, Tree
 from textual.widgets.option_list import Option
@@ -19,7 +19,7 @@ from textual.worker import get_current_worker
 
 from xckpt.formatting import binary_size, counted, figure, printable, shape_text, word
 from xckpt.labels import child_nodes, select, tree_paths
-from xckpt.notebook.documents import Field, Folded, Heading, Sentence, Share, Table, more
+from xckpt.notebook.documents import Block, Field, Folded, Heading, Sentence, Share, Table, more
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.text import to_text
 
@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
     import pandas as pd
     import xarray as xr
-    from textual.app import ComposeResult
     from textual.binding import BindingType
     from textual.widgets.tree import TreeNode
 
-    from xckpt.notebook.documents import Block
     from xckpt.tensor_rows import Row
 
     Report = Callable[[int, int], object]

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -20,16 +20,13 @@ import click
 from xckpt.errors import CheckpointError, CheckpointWarning, shown
 from xckpt.formats import names
 from xckpt.formatting import printable
-from xckpt.index import StoredList
+from xckpt.index import Index, StoredList
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     import pandas as pd
     import xarray as xr
 
     from xckpt.datasets.tensors import OpenTensors
-    from xckpt.index import Index
     from xckpt.notebook.documents import Block
     from xckpt.storage import Source
 

@@ -16,21 +16,19 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from xckpt.errors import FormatError, UnsupportedError, shown, warn
-from xckpt.index import Readable
+from xckpt.index import Index, Readable
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Collection, Iterator, Mapping
-    from importlib.metadata import EntryPoint
 
     from xckpt.formats.foreign import Foreign
     from xckpt.formats.plan import Draft, Plan, WantedTensor
-    from xckpt.index import Index
 
 __all__ = [
     "CONTRACT",

@@ -30,14 +30,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
 from xckpt.formats import kit
-from xckpt.formats.plan import LiteralBytes, Plan, PlannedPart, WantedPart
-from xckpt.index import Part
+from xckpt.formats.plan import LiteralBytes, Plan, PlannedPart, WantedPart, Written
+from xckpt.index import Part, Readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from xckpt.formats.plan import Written
-    from xckpt.index import Readable
 
 STORED, DEFLATED = 0, 8
 _ENCRYPTED, _UTF_8 = 1, 1 << 11  # of the flags

@@ -43,11 +43,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
@@ -55,9 +55,6 @@ from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.plan import LOST_DIMS, LOST_SCALARS, Draft, Plan, PlannedPart, WantedTensor
 from xckpt.identity import base_id
 from xckpt.index import Index, Part, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _CHECKPOINT, _ARCHIVE = b"GPTRSCHK", b"GPTRSTEN"
 _U32, _U64 = Struct("<I"), Struct("<Q")

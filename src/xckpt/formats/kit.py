@@ -24,14 +24,13 @@ from xckpt.errors import (
     UnsupportedError,
     shown,
 )
-from xckpt.index import DEEPEST_ATTRS, Arrangement, Index, is_json
+from xckpt.index import DEEPEST_ATTRS, Arrangement, Index, Readable, Shard, Tensor, is_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from struct import Struct
 
     from xckpt.formats.plan import Draft, WantedTensor
-    from xckpt.index import Readable, Shard, Tensor
 
 _Entry = TypeVar("_Entry")
 _Value = TypeVar("_Value")

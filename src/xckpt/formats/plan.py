@@ -12,12 +12,10 @@ from math import inf, prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.elements import nbytes_of
-from xckpt.index import Arrangement
+from xckpt.index import Arrangement, Layout, Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from xckpt.index import Layout, Quantization
 
 
 class WantedPart(NamedTuple):

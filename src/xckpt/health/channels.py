@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.formatting import counted
-from xckpt.health.evidence import CODED, Rule
+from xckpt.health.evidence import CODED, Evidence, Rule, RuleFinding
 from xckpt.statistics.channel_sketches import OUTLYING
 from xckpt.structure import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xckpt.health.evidence import Evidence, RuleFinding
     from xckpt.typing import Array
 
 

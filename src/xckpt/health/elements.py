@@ -14,7 +14,7 @@ from xckpt.arrays.scaled import QuantizedArray
 from xckpt.arrays.streams import of_tensor
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.formatting import binary_size, counted
-from xckpt.health.evidence import CODED, EVERY, Rule, RuleFinding
+from xckpt.health.evidence import CODED, EVERY, Evidence, Rule, RuleFinding
 from xckpt.progress import Progress
 from xckpt.scan.scanning import gather
 from xckpt.statistics.channel_sketches import count_at_ends
@@ -25,8 +25,6 @@ from xckpt.structure.emptiness import NO_TENSORS, empty_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from xckpt.health.evidence import Evidence
 
 
 class Empty(Rule):

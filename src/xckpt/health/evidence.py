@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from xckpt.datasets.tensors import split_step
+from xckpt.datasets.tensors import DescribedTensors, split_step
 from xckpt.statistics.computing import stats
 from xckpt.statistics.tables import named_tensors, table, tensor_attributes, tensor_rows
 from xckpt.structure import PARAMETERS, Described, Role, Structure
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.arrays.streams import ElementStream
-    from xckpt.datasets.tensors import DescribedTensors
     from xckpt.progress import ProgressOption
     from xckpt.typing import Array
 

@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from xckpt.datasets.tensors import run_dim
+from xckpt.datasets.tensors import DescribedTensors, run_dim
 from xckpt.errors import shown
 from xckpt.formatting import base_name, counted, shortened
 from xckpt.health import channels, elements, runs, siblings
-from xckpt.health.evidence import Evidence
-from xckpt.health.runs import COUNTING, changes_of, joint_norm
+from xckpt.health.evidence import Evidence, Rule, RuleFinding
+from xckpt.health.runs import COUNTING, StepChanges, changes_of, joint_norm
 from xckpt.index import paused_collector
 from xckpt.labels.filters import combined, select, select_or_raise, suggest_names
 from xckpt.notebook.documents import (
@@ -33,7 +33,7 @@ from xckpt.notebook.documents import (
 )
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.shown import Shown
-from xckpt.notebook.summary import SEVERITIES, folded_findings
+from xckpt.notebook.summary import SEVERITIES, TensorFinding, folded_findings
 from xckpt.notebook.views import finding_blocks
 from xckpt.opening.runs import run_metrics
 from xckpt.options import OF_FRAMES, ScanOptions, takes
@@ -44,15 +44,8 @@ from xckpt.statistics.grouping import Merged, merge_columns, place_tensors
 from xckpt.structure import PARAMETERS, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from typing import Unpack
-
-    from xckpt.datasets.tensors import DescribedTensors
-    from xckpt.health.evidence import Rule, RuleFinding
-    from xckpt.health.runs import StepChanges
     from xckpt.labels import TensorFilter
     from xckpt.notebook.documents import Block, Cell
-    from xckpt.notebook.summary import TensorFinding
     from xckpt.scan.entries import Describable
     from xckpt.statistics.definitions import Groups
     from xckpt.typing import Dataset

@@ -15,13 +15,12 @@ from xckpt.comparison.measure import compare_pairs
 from xckpt.comparison.pairs import pair_of
 from xckpt.elements import WIDE_FLOATS
 from xckpt.formatting import binary_size, counted
-from xckpt.health.evidence import CODED, EVERY, Rule, out_of_line
+from xckpt.health.evidence import CODED, EVERY, Evidence, Rule, RuleFinding, out_of_line
 from xckpt.structure import Role
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from xckpt.health.evidence import Evidence, RuleFinding
     from xckpt.typing import Array
 
 # Kinds of modules whose matrices are alike, wherever they are.

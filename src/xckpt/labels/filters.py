@@ -16,11 +16,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown, warn
-from xckpt.structure import OF_TRAINING, Role
+from xckpt.structure import OF_TRAINING, Role, Structure
 
 if TYPE_CHECKING:
     from xckpt.index import Index
-    from xckpt.structure import Structure
 
 #: A glob, several globs, a compiled regular expression, or a predicate of the name.
 TensorFilter = str | re.Pattern[str] | Callable[[str], bool] | Iterable[str]

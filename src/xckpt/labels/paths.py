@@ -27,16 +27,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from posixpath import commonprefix, join
-from typing import TYPE_CHECKING
 
 from xckpt.errors import shown
 from xckpt.structure.numbering import split_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _MAX_DEPTH = 64
 _SELF = "%self"

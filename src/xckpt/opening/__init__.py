@@ -15,7 +15,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 import xckpt.notebook  # noqa: F401  it registers the summary of an Index
 from xckpt import formats
@@ -29,7 +29,7 @@ from xckpt.errors import (
     unreadable_text,
     warn,
 )
-from xckpt.index import paused_collector
+from xckpt.index import FileSet, Index, Tensor, paused_collector
 from xckpt.labels.filters import has_match, no_match, select
 from xckpt.opening.files import SeveralFilesError, file_name, files_of, set_of
 from xckpt.opening.hints import advising
@@ -46,10 +46,8 @@ from xckpt.structure.axes import name_modules_with
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
-    from typing import BinaryIO, Literal
 
     from xckpt.datasets.options import OpenOptions
-    from xckpt.index import FileSet, Index, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
     from xckpt.opening.ranks import JoinRanks

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from xckpt.errors import some
+from xckpt.errors import CheckpointError, some
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.errors import CheckpointError
 
 __all__ = ["CheckpointFile", "CheckpointFiles"]
 

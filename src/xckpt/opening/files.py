@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
 from xckpt.formatting import natural_key
-from xckpt.index import is_file_name
+from xckpt.index import FileSet, is_file_name
 from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
 from xckpt.opening.configs import CONFIGS, configs_beside, parsed
 from xckpt.opening.names import (
@@ -39,13 +39,10 @@ from xckpt.opening.names import (
     single_of,
 )
 from xckpt.opening.reading import names_in, read_shard_index, read_small
-from xckpt.storage import Location, Source, is_remote
+from xckpt.storage import FolderListing, Location, Source, is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from xckpt.index import FileSet
-    from xckpt.storage import FolderListing
 
     Place = Location | Source
 

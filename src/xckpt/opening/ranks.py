@@ -6,7 +6,7 @@ A joined tensor is chunked, with its chunks in several files. Joining reads noth
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from xckpt.errors import CheckpointError, UnsupportedError, shown, some
 from xckpt.formats import chunks
@@ -14,16 +14,14 @@ from xckpt.opening.names import numbers_of
 from xckpt.opening.reading import read_sibling
 from xckpt.quantization.model import parse_json
 from xckpt.storage.source import first_file
-from xckpt.structure.ranks import SHARED_ATTRS, Layout, stage_names
+from xckpt.structure.ranks import SHARED_ATTRS, Division, Layout, stage_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from typing import Literal
 
     from xckpt.index import Index, Tensor
     from xckpt.opening.merging import OpenFile
     from xckpt.storage import Source
-    from xckpt.structure.ranks import Division
 
     JoinRanks = bool | Literal["auto"]
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import index as as_integer
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 from xckpt import formats
-from xckpt.datasets.listing import free_name, list_arrays, stacking_key
+from xckpt.datasets.listing import Listing, free_name, list_arrays, stacking_key
 from xckpt.datasets.making import finish_dataset, make_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.stack_records import mark_run, marks_of
 from xckpt.errors import CheckpointError, FileChangedError, shown, some, warn
 from xckpt.formatting import base_name
-from xckpt.index import paused_collector
-from xckpt.labels import AxisNamer, select
+from xckpt.index import Tensor, paused_collector
+from xckpt.labels import AxisNamer, TensorFilter, select
 from xckpt.labels.filters import correct, no_match
 from xckpt.labels.grids import stack_attrs
 from xckpt.opening import format_of, open_index
@@ -36,14 +36,8 @@ from xckpt.structure.dims import dims_of
 from xckpt.structure.numbering import is_index as is_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Unpack
-
     import xarray as xr
 
-    from xckpt.datasets.listing import Listing
-    from xckpt.index import Tensor
-    from xckpt.labels import TensorFilter
     from xckpt.typing import Dataset
 
 __all__ = ["open_steps"]

@@ -31,9 +31,9 @@ from xckpt.plots.axes import (
     whole_numbers,
 )
 from xckpt.plots.layers import WIDE_SPAN, require_statistic
-from xckpt.plots.series import codes_left_out, codes_of, require_any, series_of
+from xckpt.plots.series import Drawn, codes_left_out, codes_of, require_any, series_of
 from xckpt.structure import Role
-from xckpt.structure.numbering import is_index
+from xckpt.structure.numbering import ParsedName, is_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from xckpt.comparison.cells import Reduced
     from xckpt.health.runs import StepChanges
     from xckpt.labels import TensorFilter
-    from xckpt.plots.series import Drawn
-    from xckpt.structure.numbering import ParsedName
     from xckpt.typing import Array
 
 _INCHES_PER_BAR = 0.26

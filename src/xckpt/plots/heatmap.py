@@ -21,13 +21,12 @@ from xckpt.plots.axes import (
     themed,
     whole_numbers,
 )
-from xckpt.plots.series import codes_drawn, codes_of
+from xckpt.plots.series import Drawn, codes_drawn, codes_of
 
 if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
-    from xckpt.plots.series import Drawn
     from xckpt.typing import Array
 
 _MOST_ELEMENTS = 1 << 24

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from xckpt.datasets.tensors import find
-from xckpt.labels import suggest_names
+from xckpt.labels import TensorFilter, suggest_names
 from xckpt.options import renamed, takes
 from xckpt.plots.axes import (
     Label,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
-    from xckpt.labels import TensorFilter
     from xckpt.plots.series import Drawn, Positions
     from xckpt.structure.numbering import ParsedName
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.formatting import counted
-from xckpt.labels import combined
+from xckpt.labels import TensorFilter, combined
 from xckpt.labels.filters import Selection
 from xckpt.notebook.folding import ascending, families_of, fold, united
 from xckpt.notebook.short_names import apart, short_names
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-    from xckpt.labels import TensorFilter
 
 _BY_DEFAULT = frozenset({Role.WEIGHT, Role.CODES, Role.AVERAGE})
 _DRAWN = frozenset(Role) - {Role.COUNTER, Role.STEP, Role.CONSTANT, Role.STATE}

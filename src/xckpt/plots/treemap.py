@@ -20,7 +20,7 @@ from xckpt.plots.axes import (
     themed,
     write,
 )
-from xckpt.plots.series import require_any
+from xckpt.plots.series import Drawn, require_any
 from xckpt.structure.numbering import split_name, strip_separator
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from xckpt.labels import TensorFilter
-    from xckpt.plots.series import Drawn
     from xckpt.tensor_rows import Row
 
 _ANY = "*"

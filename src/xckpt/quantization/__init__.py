@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
-from xckpt.index import Tensor
+from xckpt.index import Index, Tensor
 from xckpt.quantization.compressed_tensors import compressed_problem, match_compressed
 from xckpt.quantization.full_bytes import float8_problem, match_comfy, match_full_bytes
-from xckpt.quantization.model import FLOATS, LayoutError, Model, short_name
+from xckpt.quantization.model import FLOATS, Declaration, LayoutError, Model, Weight, short_name
 from xckpt.quantization.small_floats import (
     match_bitsandbytes,
     match_gpt_oss,
@@ -33,14 +33,10 @@ from xckpt.quantization.words import (
     match_qweight,
     mlx_problem,
 )
-from xckpt.structure import PARAMETERS, Role, structure_of
+from xckpt.structure import PARAMETERS, Role, Structure, structure_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from xckpt.index import Index
-    from xckpt.quantization.model import Declaration, Weight
-    from xckpt.structure import Structure
 
     # Weights that are left as stored: by the rule that they break, the names and errors.
     Failures = dict[str, list[tuple[str, LayoutError]]]

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import shown
-from xckpt.index import Quantization
+from xckpt.index import Codebook, Part, Quantization, Tensor
 from xckpt.structure.facts import declarations_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
-
-    from xckpt.index import Codebook, Part, Tensor
 
     Shape = tuple[int, ...]
 

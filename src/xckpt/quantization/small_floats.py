@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.index import Codebook
+from xckpt.index import Codebook, Part, Tensor
 from xckpt.quantization.model import (
     FLOATS,
     LayoutError,
@@ -28,7 +28,6 @@ from xckpt.quantization.model import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.index import Part, Tensor
     from xckpt.quantization.model import Shape
 
 

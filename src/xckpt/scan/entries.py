@@ -16,7 +16,7 @@ import xarray as xr
 from xckpt.arrays.kinds import require_numbers
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
-from xckpt.arrays.streams import of_array, of_tensor
+from xckpt.arrays.streams import ElementStream, of_array, of_tensor
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.stack_records import remaining_indices, stack_of
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
     from xckpt.arrays import LazyArray
-    from xckpt.arrays.streams import ElementStream
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
     from xckpt.typing import Array, Dataset

@@ -26,7 +26,7 @@ from xckpt.errors import CheckpointError, locating
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.scan.cluster import on_cluster, results_of, waiting_client
-from xckpt.scan.statistics_cache import key_of, open_records
+from xckpt.scan.statistics_cache import Records, key_of, open_records
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
 from xckpt.storage.requests import IN_FLIGHT, REQUEST_NBYTES
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from xckpt.arrays.streams import Block, ElementStream
-    from xckpt.scan.statistics_cache import Records
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.statistics import block_loops
-from xckpt.statistics.counts import Sketch
+from xckpt.statistics.counts import Sketch, Tables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.arrays.kinds import Kind
-    from xckpt.statistics.counts import Tables
     from xckpt.typing import Array
 
 #: Names of the statistics of channels; they follow all others.

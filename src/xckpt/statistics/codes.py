@@ -18,7 +18,7 @@ from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.keys import normalize
 from xckpt.arrays.lazy import LazyArray, dense_values
 from xckpt.arrays.scaled import CodebookArray, QuantizedArray
-from xckpt.arrays.streams import TURNED_NBYTES, ArrayStream, of_tensor
+from xckpt.arrays.streams import TURNED_NBYTES, ArrayStream, ElementStream, of_tensor
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, code_values
 from xckpt.scan.scanning import gather
 from xckpt.statistics.counts import Sketch
@@ -27,7 +27,6 @@ from xckpt.statistics.describe import elements_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
     from xckpt.statistics.definitions import Groups
     from xckpt.typing import Array

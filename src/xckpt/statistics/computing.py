@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from xckpt.statistics.grouping import cached_tensors
 from xckpt.statistics.rows import describe_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
-    from typing import Unpack
-
     import xarray as xr
 
     from xckpt.arrays.kinds import Kind

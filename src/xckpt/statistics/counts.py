@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from xckpt.arrays.kinds import kind_named, magnitudes
+from xckpt.arrays.kinds import Kind, kind_named, magnitudes
 from xckpt.arrays.streams import LEAF
 from xckpt.scan.scanning import BLOCK_NBYTES, Accumulator, MergeTree, runs
 from xckpt.statistics import block_loops
@@ -18,7 +18,6 @@ from xckpt.statistics.vector_kernel import LANES, WIDTH
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.arrays.kinds import Kind
     from xckpt.typing import Array
 
 #: Smallest length of a row; shorter slices are not rows of a matrix.

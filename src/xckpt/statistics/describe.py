@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.kinds import kind_named
+from xckpt.arrays.kinds import Kind, kind_named
 from xckpt.statistics.definitions import Elements, describe_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from xckpt.arrays.kinds import Kind
     from xckpt.statistics.counts import Sketch
     from xckpt.typing import Array
 

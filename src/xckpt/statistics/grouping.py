@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.arrays.streams import ChunkedStream
+from xckpt.arrays.streams import ChunkedStream, ElementStream
 from xckpt.datasets.stack_records import stack_of
-from xckpt.datasets.tensors import split_step
+from xckpt.datasets.tensors import DescribedTensors, split_step
 from xckpt.errors import shown, some
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_word
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.arrays.kinds import Kind
-    from xckpt.arrays.streams import ElementStream
-    from xckpt.datasets.tensors import DescribedTensors
     from xckpt.typing import Array
 
 

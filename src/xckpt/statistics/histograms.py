@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 import numpy as np
 import xarray as xr
@@ -17,11 +17,10 @@ from xckpt.scan.entries import contents_of, entries_of, filter_of, laid
 from xckpt.scan.scanning import gather
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics.counts import Sketch
-from xckpt.statistics.describe import spectrum
+from xckpt.statistics.describe import Spectrum, spectrum
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
-    from typing import Unpack
 
     from numpy.typing import ArrayLike
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from xckpt.arrays.streams import ElementStream
     from xckpt.labels import TensorFilter
     from xckpt.scan.entries import Describable, Entry
-    from xckpt.statistics.describe import Spectrum
     from xckpt.typing import Array, Dataset
 
 # Powers of ten below the largest value that the logarithmic part of a symmetric scale spans.

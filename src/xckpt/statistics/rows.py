@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from xckpt.arrays.kinds import kind_of, magnitudes
+from xckpt.arrays.kinds import Kind, kind_of, magnitudes
 from xckpt.arrays.streams import (
     LEAF,
     TURNED_NBYTES,
@@ -21,17 +21,15 @@ from xckpt.arrays.streams import (
     Transposed,
     of_tensor,
 )
-from xckpt.scan.entries import unread_values
+from xckpt.scan.entries import Entry, unread_values
 from xckpt.scan.scanning import Accumulator, gather
 from xckpt.statistics.definitions import Elements, describe_elements, of_real_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from xckpt.arrays.kinds import Kind
     from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
-    from xckpt.scan.entries import Entry
     from xckpt.typing import Array
 
 # Integers up to here, and their sums, are exact as float64.

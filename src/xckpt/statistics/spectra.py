@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast
 
 import numpy as np
 import xarray as xr
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.arrays.kinds import kind_of
+from xckpt.arrays.kinds import Kind, kind_of
 from xckpt.arrays.lazy import LazyArray, SlicedArray, dense_values
 from xckpt.arrays.scaled import CodebookArray, QuantizedArray
-from xckpt.arrays.streams import ArrayStream, Transposed
+from xckpt.arrays.streams import ArrayStream, ElementStream, Transposed
 from xckpt.datasets.adapter_updates import Factors, factors_in
 from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import locating, warn
-from xckpt.labels import select
+from xckpt.labels import TensorFilter, select
 from xckpt.labels.filters import (
     Selection,
     suggest_filters,
@@ -49,12 +49,8 @@ from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-    from typing import Unpack
 
-    from xckpt.arrays.kinds import Kind
-    from xckpt.arrays.streams import ElementStream
     from xckpt.datasets.tensors import OpenTensors
-    from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable, Entry
     from xckpt.storage.prefetch import Range

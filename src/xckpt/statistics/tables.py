@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from xckpt.statistics.definitions import STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping
-    from typing import Unpack
 
     import pandas as pd
     import xarray as xr

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.formatting import base_name, counted, printable, shape_text, shortened
 from xckpt.index import paused_collector
-from xckpt.notebook.changes import FEW_TENSORS, MOST_LINES, TensorChange, change_lines
-from xckpt.notebook.documents import Field, Heading, Sentence, Share, Table, more
+from xckpt.notebook.changes import FEW_TENSORS, MOST_LINES, ChangeLine, TensorChange, change_lines
+from xckpt.notebook.documents import Block, Cell, Field, Heading, Sentence, Share, Table, more
 from xckpt.statistics.tables import (
     MAIN_COLUMNS,
     has_channels,
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-    from xckpt.notebook.changes import ChangeLine
-    from xckpt.notebook.documents import Block, Cell
 
 _MOST_ROWS, _MOST_COLUMNS = 10, 12
 _MOST_ATTRIBUTES, _WIDEST_CHANGE = 3, 160

@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from difflib import get_close_matches
 from functools import partial
 from types import SimpleNamespace
@@ -28,16 +28,13 @@ from xckpt.storage.cache import reading_header
 from xckpt.storage.limits import Pool
 from xckpt.storage.objects import REDIRECTS, SAFE_SCHEMES, Destination, ObjectSource
 from xckpt.storage.remote import RemoteSource, changed
-from xckpt.storage.requests import TransientError, called_within, logger, retried
-from xckpt.storage.source import components
+from xckpt.storage.requests import Limits, TransientError, called_within, logger, retried
+from xckpt.storage.source import Source, components
 from xckpt.storage.stores import address_of, lacking, open_store, split_nested, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
 
-    from xckpt.storage.requests import Limits
-    from xckpt.storage.source import Source
 
 _URL = re.compile(
     r"hf://(?:(?P<kind>model|dataset|space)s/)?(?P<repo>[^/@]+/[^/@]+)"

@@ -14,7 +14,7 @@ import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -25,7 +25,6 @@ from xckpt.storage.requests import IN_FLIGHT, REQUEST_NBYTES, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from concurrent.futures import Future
 
     from xckpt.storage.source import Source
 

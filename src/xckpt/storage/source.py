@@ -6,21 +6,19 @@ Shards that another file refers to, and several files as one checkpoint, are sou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, FormatError, MissingShardError, shown
-from xckpt.index import is_file_name
+from xckpt.index import Shard, is_file_name
 from xckpt.storage.limits import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
-    from contextlib import AbstractContextManager
 
-    from xckpt.index import Shard
 
 # Ranges closer than this are merged, up to this total size: larger ones are worth several requests.
 _GAP = 1 << 20

@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from xckpt.structure.axes import axes_by_facts
-from xckpt.structure.facts import model_facts
+from xckpt.structure.facts import ModelFacts, model_facts
 from xckpt.structure.info import Described
 from xckpt.structure.model import family_of_index
 from xckpt.structure.numbering import module_of
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from xckpt.index import Index, Tensor
-    from xckpt.structure.facts import ModelFacts
     from xckpt.structure.families import Family, Place
 
     Axes = tuple[str | None, ...]

@@ -11,11 +11,11 @@ The stronger source decides, field by field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from xckpt.index import paused_collector
+from xckpt.index import Index, paused_collector
 from xckpt.structure import conventions
 from xckpt.structure.axes import (
     Channels,
@@ -40,9 +40,6 @@ from xckpt.structure.numbering import (
 from xckpt.structure.roles import Roles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-
-    from xckpt.index import Index
     from xckpt.structure.families import Family, Place
     from xckpt.structure.families.tables import NameTable
     from xckpt.tensor_rows import Row

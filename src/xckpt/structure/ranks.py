@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from xckpt.errors import UnsupportedError, shown
 from xckpt.formatting import counted
-from xckpt.structure.facts import model_facts
+from xckpt.structure.facts import ModelFacts, model_facts
 from xckpt.structure.families.choosing import family_of
 from xckpt.structure.families.tables import LOCAL_AXES, evaluate, plain, shorten, stated_sizes
 from xckpt.structure.forms import masked
@@ -22,7 +22,6 @@ from xckpt.structure.forms import masked
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from xckpt.structure.facts import ModelFacts
     from xckpt.structure.families.family import Root
     from xckpt.structure.families.tables import RowMatch
 

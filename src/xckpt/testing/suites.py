@@ -7,12 +7,12 @@ import pickle
 import re
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import dask
 import fsspec
@@ -38,10 +38,6 @@ from xckpt.testing.samples import (
     computed,
     outcome,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
 
 # Each test has a separate instance, which hypothesis would report: instances have no state.
 stateless = settings(suppress_health_check=[HealthCheck.differing_executors])

@@ -35,12 +35,11 @@ from xckpt.formats import archive, kit
 from xckpt.formats.pickles.machine import Machine
 from xckpt.formats.pickles.records import Pairs, spelled
 from xckpt.formats.pickles.scanning import LARGEST, scan
-from xckpt.formats.torch.tensors import Region, itemsize_of, storage_of
+from xckpt.formats.torch.tensors import Region, Storage, itemsize_of, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.formats.torch.tensors import Storage
     from xckpt.index import Readable
 
 PREVIEW = b"PYTORCH1"

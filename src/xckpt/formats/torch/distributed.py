@@ -29,14 +29,11 @@ from xckpt.formats.pickles.machine import Machine
 from xckpt.formats.pickles.records import Call, Global, Pairs, key_text, sizes_of, spelled
 from xckpt.formats.torch.containers import read_zip
 from xckpt.formats.torch.objects import ObjectWalk, with_parameters
-from xckpt.formats.torch.tensors import Tensors, dtype_named, element_named, in_elements
-from xckpt.index import Shard, Tensor, is_file_name
+from xckpt.formats.torch.tensors import Region, Tensors, dtype_named, element_named, in_elements
+from xckpt.index import Index, Readable, Shard, Tensor, is_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from xckpt.formats.torch.tensors import Region
-    from xckpt.index import Index, Readable
 
     # First element, and extents.
     _Block = tuple[tuple[int, ...], tuple[int, ...]]

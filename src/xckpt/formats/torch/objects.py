@@ -29,13 +29,12 @@ from xckpt.formats.pickles.records import (
     scalar_of,
     spelled,
 )
-from xckpt.formats.torch.tensors import storage_of, wrapped
+from xckpt.formats.torch.tensors import Tensors, storage_of, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from xckpt.formats import kit
-    from xckpt.formats.torch.tensors import Tensors
     from xckpt.index import Tensor
 
     _Items = Iterator[tuple[Any, Any]]

@@ -17,14 +17,13 @@ from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mistyped
 from xckpt.formats.plan import Plan, PlannedPart, WantedPart
-from xckpt.index import Part
+from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from xckpt.formats.plan import Draft, LiteralBytes, WantedTensor, Written
-    from xckpt.index import Index, Tensor
 
     _Choices = Mapping[str | None, str | None]
 

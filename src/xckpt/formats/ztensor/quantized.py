@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS, nbytes_of
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.formats.kit import number
-from xckpt.formats.ztensor.manifest import SHORT, decoded_size, require_roles
-from xckpt.index import Quantization
+from xckpt.formats.ztensor.manifest import SHORT, Shape, decoded_size, require_roles
+from xckpt.index import Part, Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
     from xckpt.formats.plan import WantedTensor
-    from xckpt.formats.ztensor.manifest import Shape
-    from xckpt.index import Part
 
     _Pinned = tuple[dict[str, Part], Quantization] | None
 

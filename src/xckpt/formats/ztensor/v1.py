@@ -28,15 +28,13 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
-from xckpt.formats.plan import LiteralBytes, Plan, by_source
+from xckpt.formats.plan import Draft, LiteralBytes, Plan, WantedTensor, Written, by_source
 from xckpt.formats.ztensor import manifest
-from xckpt.index import Index, Part, Tensor
+from xckpt.index import Index, Part, Readable, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from xckpt.formats.plan import Draft, WantedTensor, Written
-    from xckpt.index import Readable
 
 MAGIC_0, MAGIC = b"ZTEN0001", b"ZTEN1000"
 

@@ -24,16 +24,14 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
-from xckpt.formats.plan import LiteralBytes, Plan
+from xckpt.formats.plan import Draft, LiteralBytes, Plan, WantedTensor, Written
 from xckpt.formats.ztensor import manifest
 from xckpt.formats.ztensor.quantized import READERS, check_gguf, quantized_layout
-from xckpt.index import Index, Part, Shard, Tensor
+from xckpt.index import Index, Layout, Part, Readable, Shard, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.formats.plan import Draft, WantedTensor, Written
-    from xckpt.index import Layout, Readable
 
 MAGIC = b"\x89ZT2\r\n\x1a\n"
 ALIGNMENT, CANONICAL_ALIGNMENT = 4096, 1 << 16

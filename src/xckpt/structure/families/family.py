@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.structure.conventions import repeated_module
-from xckpt.structure.facts import sizes_in
+from xckpt.structure.facts import ModelFacts, sizes_in
 from xckpt.structure.families.tables import LOCAL_AXES, evaluate, plain, shorten, stated_sizes
 from xckpt.structure.forms import masked
 from xckpt.structure.numbering import is_index, split_leaf
@@ -18,7 +18,6 @@ from xckpt.structure.numbering import is_index, split_leaf
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from xckpt.structure.facts import ModelFacts
     from xckpt.structure.families.tables import Axes, NameRow, NameTable, NumberedWord, RowMatch
 
     Shape = tuple[int, ...]
