@@ -192,7 +192,7 @@ def resize_adapter(
     --------
     >>> xckpt.resize_adapter("adapter/", "smaller/", rank=2)
     """
-    from xckpt.opening.configs import adapter_in, read_config
+    from xckpt.opening.reading import adapter_in, read_config
 
     request = _Request.of(rank, energy)
     tensors = contents_of(adapter_in(adapter, storage_options), storage_options)

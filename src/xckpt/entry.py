@@ -310,7 +310,7 @@ def footprint(
     from xckpt.accessor.describing import selected
     from xckpt.formatting import checked_count, parse_count, parse_size
     from xckpt.notebook.footprint import Memory, footprint_dataset, footprint_of
-    from xckpt.opening.configs import attrs_with_config
+    from xckpt.opening.reading import attrs_with_config
     from xckpt.structure.caches import cache_of
 
     tokens = 0 if context is None else parse_count("context", context)

@@ -287,7 +287,7 @@ def modules(
 
 def _adapters_in(opened: OpenTensors) -> list[Adapter]:
     from xckpt.datasets.adapters import find_adapters
-    from xckpt.opening.configs import read_config
+    from xckpt.opening.reading import read_config
 
     config = read_config(opened.source, opened.attrs, "adapter_config")
     return find_adapters(opened, config)

@@ -68,7 +68,7 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
     """
     from xckpt.datasets.adapters import find_adapters
     from xckpt.datasets.combining import merge as merged
-    from xckpt.opening.configs import adapter_in, read_config
+    from xckpt.opening.reading import adapter_in, read_config
     from xckpt.scan.entries import contents_of_all
 
     if isinstance(other, list | tuple):

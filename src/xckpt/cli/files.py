@@ -75,7 +75,7 @@ def info(
     from xckpt.notebook.summary import index_summary
     from xckpt.notebook.text import to_text
     from xckpt.notebook.views import MOST_PATTERNS, summary_blocks
-    from xckpt.opening.configs import attrs_with_config
+    from xckpt.opening.reading import attrs_with_config
     from xckpt.structure import structure_of
     from xckpt.structure.dims import axes_of
 

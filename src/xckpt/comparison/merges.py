@@ -33,7 +33,7 @@ from xckpt.datasets.adapter_updates import matrices_of, update_rows
 from xckpt.datasets.adapters import find_adapters, match_bases
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import UnsupportedError, locating, some, warn
-from xckpt.opening.configs import adapter_in, read_config
+from xckpt.opening.reading import adapter_in, read_config
 from xckpt.scan.entries import contents_of_all
 from xckpt.statistics.spectra import blas_threads
 from xckpt.storage.limits import cpu_count

@@ -22,7 +22,6 @@ from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown,
 from xckpt.formatting import natural_key
 from xckpt.index import FileSet, is_file_name
 from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
-from xckpt.opening.configs import CONFIGS, configs_beside, parsed
 from xckpt.opening.names import (
     DOWNLOADS,
     IN_PLACE,
@@ -38,7 +37,14 @@ from xckpt.opening.names import (
     rank_of,
     single_of,
 )
-from xckpt.opening.reading import names_in, read_shard_index, read_small
+from xckpt.opening.reading import (
+    CONFIGS,
+    configs_beside,
+    names_in,
+    parsed,
+    read_shard_index,
+    read_small,
+)
 from xckpt.storage import FolderListing, Location, Source, is_remote
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt import formats
-from xckpt.opening.configs import read_config
 from xckpt.opening.files import has_checkpoint
 from xckpt.opening.names import (
     form_of,
@@ -22,6 +21,7 @@ from xckpt.opening.names import (
     rank_of,
     steps_of,
 )
+from xckpt.opening.reading import read_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

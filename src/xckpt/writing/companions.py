@@ -26,8 +26,8 @@ from xckpt.errors import CheckpointError, some
 from xckpt.formatting import counted
 from xckpt.index import StoredList
 from xckpt.opening import open_index
-from xckpt.opening.configs import CONFIGS, read_config
 from xckpt.opening.names import part_of
+from xckpt.opening.reading import CONFIGS, read_config
 from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path, write_file
 from xckpt.storage.source import files_of

@@ -40,7 +40,7 @@ from xckpt.formats.plan import PlannedPart, WantedPart, Written
 from xckpt.formatting import counted
 from xckpt.index import Part, strides_of
 from xckpt.interrupts import uninterrupted
-from xckpt.opening.configs import CONFIGS
+from xckpt.opening.reading import CONFIGS
 from xckpt.progress import Progress, report
 from xckpt.storage import is_remote
 from xckpt.storage.limits import open_file
