@@ -98,10 +98,8 @@ def select(names: Iterable[str], name_filter: TensorFilter | None) -> list[str]:
 
 
 def select_members(homes: Mapping[str, str], name_filter: TensorFilter | None) -> list[str]:
-    """Return the tensors that a filter matches by their names or those of their variables.
-
-    `homes` has the variable of each tensor. Exceptions hold for both names.
-    """
+    """Return the tensors that a filter matches by their names or those of their variables."""
+    # `homes` has the variable of each tensor. Exceptions hold for both names.
     name_filter = once(name_filter)
     matches = set(select_or_raise(dict.fromkeys([*homes, *homes.values()]), name_filter))
     if not isinstance(name_filter, Selection):

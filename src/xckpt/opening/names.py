@@ -206,10 +206,8 @@ def step_in(name: str) -> int | None:
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
-    """Return the steps in names of one form; None if no number in them is a step.
-
-    A number is a step if a word for steps precedes it, or if it is the whole name.
-    """
+    """Return the steps in names of one form; None if no number in them is a step."""
+    # A number is a step if a word for steps precedes it, or if it is the whole name.
     if len({form_of(name) for name in names}) != 1:
         return None
     split = [re.split(r"([0-9]+)", name) for name in names]

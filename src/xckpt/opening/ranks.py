@@ -42,10 +42,8 @@ class _Rank(NamedTuple):
 
 
 def join_ranks(index: Index, opened: Sequence[OpenFile], mode: JoinRanks) -> Index:
-    """Join the tensors of ranks that stand side by side in an Index, if it is known how.
-
-    Otherwise raise an error, or warn if the mode is ``"auto"``.
-    """
+    """Join the tensors of ranks that stand side by side in an Index, if it is known how."""
+    # Otherwise raise an error, or warn if the mode is ``"auto"``.
     if mode is False:
         return index
     try:

@@ -196,11 +196,9 @@ def adapter_in(obj: Any, storage_options: dict[str, Any] | None = None) -> Any:
 
 
 def configs_beside(location: Location, place: Location | Source) -> dict[str, Any]:
-    """Return the contents of the configs in the folder of a file, if they are certainly its own.
-
-    The names of files that libraries load, such as ``model.safetensors``, are certain, and so is
-    the only checkpoint in a folder.
-    """
+    """Return the contents of the configs in the folder of a file, if they are certainly its own."""
+    # The names of files that libraries load, such as ``model.safetensors``, are certain, and so is
+    # the only checkpoint in a folder.
     if location.kind == "file":
         # The file opens without a config that cannot be read.
         with suppress(OSError):

@@ -444,10 +444,8 @@ def on_threads(
     work: Callable[[Matrix, int], R],
     deliver: Callable[[Matrix, R], None],
 ) -> None:
-    """Work on matrices on the threads of this machine, in bounded memory.
-
-    `work` also gets the number of threads for one matrix.
-    """
+    """Work on matrices on the threads of this machine, in bounded memory."""
+    # `work` also gets the number of threads for one matrix.
     # The bits of a result depend on the number of threads of BLAS, so that each matrix has one.
     cores = cpu_count()
     threads_each = max(1, cores // max(1, len(matrices)))

@@ -117,11 +117,9 @@ def frame_table(
     keys: Sequence[str] = (),
     wanted: Sequence[str] = (),
 ) -> Table:
-    """Return the first rows of a table of tensors, or of groups by keys, as a block.
-
-    `where` is the call that returns the other rows, and `wanted` lists columns to show rather than
-    others.
-    """
+    """Return the first rows of a table of tensors, or of groups by keys, as a block."""
+    # `where` is the call that returns the other rows, and `wanted` lists columns to show rather
+    # than others.
     top = frame if most is None else frame.iloc[:most]
     fields = [] if keys else [Field("tensor", "name")]
     cells: list[Sequence[Cell]] = [] if keys else [[str(name) or '""' for name in top.index]]

@@ -69,10 +69,8 @@ def axes_in_modules(tensors: Iterable[_Tensor], facts: ModelFacts) -> dict[str, 
 
 
 def name_modules_with(lookup: Callable[[str], ModuleAxes | None]) -> None:
-    """Register the function that returns `Format.module_axes` by the name of the format.
-
-    It is in a room that imports this one.
-    """
+    """Register the function that returns `Format.module_axes` by the name of the format."""
+    # It is in a room that imports this one.
     _lookups[:] = [lookup]
 
 

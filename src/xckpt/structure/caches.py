@@ -165,10 +165,8 @@ class _UnknownCacheError(Exception):
 
 
 def cache_of(structure: Structure, attrs: Mapping[Any, Any]) -> ModelCache:
-    """Return the state that a model keeps of the tokens so far.
-
-    `attrs` are the attributes of its file, with the content of ``config.json`` as ``"config"``.
-    """
+    """Return the state that a model keeps of the tokens so far."""
+    # `attrs` are the attributes of its file, with the content of ``config.json`` as ``"config"``.
     architecture, config = attrs.get("general.architecture"), attrs.get("config")
     try:
         if structure.contradicts_config:

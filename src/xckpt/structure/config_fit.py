@@ -92,10 +92,8 @@ def fit_config(
     after: Sequence[Described],
     sources: Mapping[str, Any],
 ) -> ConfigFit:
-    """Return a config with the sizes of new tensors, given the tensors that it was written for.
-
-    `sources` tells where the values of new tensors come from; equal ones have equal sources.
-    """
+    """Return a config with the sizes of new tensors, given the tensors that it was written for."""
+    # `sources` tells where the values of new tensors come from; equal ones have equal sources.
     fit = ConfigFit(deepcopy(dict(config)))
     sizes = sizes_stated_in(fit.config)
     facts = model_facts(config if is_gguf(config) else {"config": config})

@@ -199,10 +199,8 @@ def is_fixed(words: Iterable[str]) -> bool:
 def roles_beside_codes(
     roles: Mapping[str, Role], dtypes: Mapping[str, str]
 ) -> tuple[dict[str, Role], dict[str, str]]:
-    """Return roles that follow from codes in the same module, and the scales of codes.
-
-    `roles` and `dtypes` are those of tensors whose roles follow from their names.
-    """
+    """Return roles that follow from codes in the same module, and the scales of codes."""
+    # `roles` and `dtypes` are those of tensors whose roles follow from their names.
     codes, companions = codes_and_companions(dtypes)
     changed: dict[str, Role] = {}
     modules = set()

@@ -67,10 +67,8 @@ def conclude(
     *,
     has_weights_in_nodes: bool = False,
 ) -> Conclusion:
-    """Return what follows from the facts about a tensor.
-
-    `has_weights_in_nodes` is true if values of nodes are weights in this file.
-    """
+    """Return what follows from the facts about a tensor."""
+    # `has_weights_in_nodes` is true if values of nodes are weights in this file.
     if "uses" in declared:
         is_constant = bool(declared.get("constant")) and not has_weights_in_nodes
         return _from_uses(declared["uses"], dtype, shape, is_constant=is_constant)
@@ -100,10 +98,8 @@ _AXES = frozenset({"out", "in", "heads", "head", "multiplier", "directions", "la
 
 
 def facts_kept(attrs: Mapping[Any, Any], dims: Iterable[Any]) -> dict[str, Any] | None:
-    """Return the facts that follow from the attributes and dimensions of a computed variable.
-
-    Operations of xarray drop encodings and keep attributes, which `save` also writes.
-    """
+    """Return the facts that follow from the attributes and dimensions of a computed variable."""
+    # Operations of xarray drop encodings and keep attributes, which `save` also writes.
     facts: dict[str, Any] = {}
     use = attrs.get("used_by")
     if isinstance(use, str) and (match := _USED_BY.fullmatch(use)):

@@ -31,20 +31,16 @@ _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>A|B|down|up)(?P<adapter>(?:
 
 
 def axes_of(index: Index) -> Mapping[str, Axes]:
-    """Return the names of axes that the file does not state, but that follow from it.
-
-    Names are those within a module: ``out``, ``in``, ``embd``. The same name can have
-    another extent in another module.
-    """
+    """Return the names of axes that the file does not state, but that follow from it."""
+    # Names are those within a module: ``out``, ``in``, ``embd``. The same name can have
+    # another extent in another module.
     return index.once(_axes_of)
 
 
 def dims_of(index: Index) -> Mapping[str, Axes]:
-    """Return the names of `axes_of` for a Dataset of all modules.
-
-    A vector has the outputs of the weight next to it. The vector of another module, such as a norm,
-    may belong to the inputs, and has no name.
-    """
+    """Return the names of `axes_of` for a Dataset of all modules."""
+    # A vector has the outputs of the weight next to it. The vector of another module, such as a
+    # norm, may belong to the inputs, and has no name.
     return index.once(_dims_of)
 
 
@@ -112,10 +108,8 @@ def _infer(
 
 
 def _axes_of_factors(tensors: Sequence[Tensor | Described]) -> dict[str, Axes]:
-    """Return the axes of the two matrices of LoRA, where both have the rank.
-
-    The axes of a square product have the names of a square matrix without names.
-    """
+    """Return the axes of the two matrices of LoRA, where both have the rank."""
+    # The axes of a square product have the names of a square matrix without names.
     pairs: dict[tuple[str, str], dict[str, Tensor | Described]] = defaultdict(dict)
     for tensor in tensors:
         match = _FACTOR.fullmatch(tensor.name) if "lora_" in tensor.name else None

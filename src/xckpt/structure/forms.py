@@ -238,10 +238,8 @@ class PieceName(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def on_ranks(name: str) -> tuple[PieceName, ...]:
-    """Return the ways to read a word of a name as the number of a rank, the likeliest first.
-
-    A number without a word is one of a rank only if nothing else has the remaining name.
-    """
+    """Return the ways to read a word of a name as the number of a rank, the likeliest first."""
+    # A number without a word is one of a rank only if nothing else has the remaining name.
     words = split_name(name)
     if len(words) > _MOST_WORDS:
         return ()

@@ -293,10 +293,8 @@ def _matches(root: Root, shapes: Mapping[str, Shape]) -> dict[str, list[RowMatch
 
 
 def _with_hidden_dim(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the extent of the feed-forward layers of Llama.
-
-    It follows from other sizes, as in ``FeedForward`` of github.com/meta-llama/llama, model.py.
-    """
+    """Return a config with the extent of the feed-forward layers of Llama."""
+    # It follows from other sizes, as in ``FeedForward`` of github.com/meta-llama/llama, model.py.
     dim, multiple = config.get("dim"), config.get("multiple_of")
     factor = config.get("ffn_dim_multiplier") or 1
     if type(dim) is not int or type(multiple) is not int or "hidden_dim" in config:
@@ -320,11 +318,9 @@ def _of_megatron(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stage_names(stages: Sequence[Collection[str]], layers: int | None) -> list[dict[str, str]]:
-    """Return the names in the model, by those in each stage of a pipeline.
-
-    A stage counts its layers from 0. Raise `UnsupportedError` unless all stages have `layers` in
-    total, the stated number.
-    """
+    """Return the names in the model, by those in each stage of a pipeline."""
+    # A stage counts its layers from 0. Raise `UnsupportedError` unless all stages have `layers` in
+    # total, the stated number.
     if len(stages) == 1:
         return [{name: name for name in stages[0]}]
     numbers = [sorted({int(m["number"]) for m in _layers_in(names)}) for names in stages]

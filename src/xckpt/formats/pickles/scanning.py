@@ -131,10 +131,8 @@ def _damaged_members(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _scan_pickles(data: bytes, at: int, label: str, notes: kit.Notes, level: int) -> int:
-    """Add the code of pickles one after another, and return where they end.
-
-    Raise an error if the first one is damaged.
-    """
+    """Add the code of pickles one after another, and return where they end."""
+    # Raise an error if the first one is damaged.
     first = at
     for _ in range(_MOST_PICKLES):
         machine = _Scanner(data, at, label, notes, level)
