@@ -21,7 +21,7 @@ from xckpt.statistics.channel_sketches import count_at_ends
 from xckpt.statistics.counts import Sketch
 from xckpt.statistics.describe import spectrum
 from xckpt.structure import Described, Role, Structure
-from xckpt.structure.emptiness import NO_TENSORS, empty_weights
+from xckpt.structure.description import NO_TENSORS, empty_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -40,7 +40,7 @@ from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress
 from xckpt.storage.source import sources_of
 from xckpt.structure import structure_of
-from xckpt.structure.emptiness import NO_TENSORS, empty_weights
+from xckpt.structure.description import NO_TENSORS, empty_weights
 from xckpt.writing.contents import digest, side_by_side, stored_contents
 from xckpt.writing.manifests import Manifest, differences, manifest_of
 from xckpt.writing.manifests import manifest as make_manifest
