@@ -45,7 +45,8 @@ print(len(sys.modules), file=sys.stderr)
 def _write(path: Path, shift: float) -> None:
     rng = np.random.default_rng(0)
     arrays = {
-        f"model.layers.{n // 4}.{name}.weight": rng.standard_normal((192, 160), np.float32) + shift
+        f"model.layers.{n // 4}.{name}.weight": rng.standard_normal((192, 160), np.float32)
+        + np.float32(shift)
         for n, name in enumerate(["q_proj", "k_proj", "v_proj", "o_proj"] * 14)
     }
     xckpt.save(arrays, path, progress=False)
@@ -68,8 +69,8 @@ def run() -> list[Result]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = [str(folder / f"{n}.safetensors") for n in "ab"]
-        for path, shift in zip(files, (0, 1e-3), strict=True):
-            _write(Path(path), np.float32(shift))
+        for path, shift in zip(files, (0.0, 1e-3), strict=True):
+            _write(Path(path), shift)
         env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HOME": name}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         bare = {**env, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(folder / "none")}
