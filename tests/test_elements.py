@@ -9,13 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from xckpt.elements import (
-    BLOCK_TYPES,
-    ELEMENT_TYPES,
-    WIDE_FLOATS,
-    code_values,
-    stored_dtype,
-)
+from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, WIDE_FLOATS, code_values, stored_dtype
 
 AVAILABLE = [
     name

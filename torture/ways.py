@@ -12,12 +12,7 @@ import numpy as np
 import xarray as xr
 
 import xckpt
-from xckpt.errors import (
-    CheckpointError,
-    FormatError,
-    IntegrityError,
-    UnsupportedError,
-)
+from xckpt.errors import CheckpointError, FormatError, IntegrityError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,14 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.conftest import golden_files
-from tests.contracts.declared import (
-    Bad,
-    Declared,
-    Expected,
-    Want,
-    golden_arrays,
-    golden_json,
-)
+from tests.contracts.declared import Bad, Declared, Expected, Want, golden_arrays, golden_json
 from tests.formats.gguf_files import gguf_file, listed, text
 from xckpt.elements import BLOCK_TYPES
 

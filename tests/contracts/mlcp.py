@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.contracts.declared import (
-    Bad,
-    Declared,
-    Expected,
-    Want,
-    arrays_in,
-    golden_json,
-    widened,
-)
+from tests.contracts.declared import Bad, Declared, Expected, Want, arrays_in, golden_json, widened
 from tests.formats.mlcp_files import checkpoint, tensor
 
 if TYPE_CHECKING:

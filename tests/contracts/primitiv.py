@@ -5,14 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.contracts.declared import (
-    Bad,
-    Declared,
-    Expected,
-    Want,
-    golden_arrays,
-    golden_json,
-)
+from tests.contracts.declared import Bad, Declared, Expected, Want, golden_arrays, golden_json
 from tests.formats.primitiv_files import (
     MODEL,
     OPTIMIZER,

@@ -16,13 +16,7 @@ import safetensors.numpy
 import xarray as xr
 
 import xckpt
-from tests.writing.saved import (
-    ENGINES,
-    OPTIONS,
-    assert_same_bits,
-    clean,
-    writable_types,
-)
+from tests.writing.saved import ENGINES, OPTIONS, assert_same_bits, clean, writable_types
 from xckpt import CheckpointWarning, FileChangedError, UnsupportedError, formats, read_index
 from xckpt.elements import stored_dtype
 from xckpt.labels import AxisNamer

@@ -32,15 +32,7 @@ from torture.explaining.damages import (
 from torture.explaining.elements import ONE
 from torture.explaining.exchanges import MANY
 from torture.explaining.models import F32, Array, Model, draw_model
-from torture.explaining.storing import (
-    REPEATED,
-    TYPES,
-    Store,
-    Stored,
-    allowance,
-    draw_store,
-    store,
-)
+from torture.explaining.storing import REPEATED, TYPES, Store, Stored, allowance, draw_store, store
 
 #: All converters, in an order that does not depend on imports.
 NAMES = sorted(CONVERTERS)

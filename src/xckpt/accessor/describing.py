@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 from xckpt.datasets.tensors import OpenTensors, find, no_tensor
 from xckpt.options import OF_FRAMES, SelectOptions, takes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Unpack
 
     import pandas as pd
     import xarray as xr

@@ -15,7 +15,7 @@ from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import warn
 from xckpt.notebook.folding import ascending, marked
 from xckpt.notebook.shown import View
-from xckpt.notebook.summary import KnownResults, TensorFinding
+from xckpt.notebook.summary import KnownResults, Summary, TensorFinding
 from xckpt.notebook.views import summary_blocks
 from xckpt.upstream.xarray_variables import data_of
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from xckpt.datasets.tensors import OpenTensors
-    from xckpt.notebook.summary import Summary
     from xckpt.typing import Array
 
 __all__ = ["compute", "explore", "histogram"]

@@ -15,15 +15,7 @@ import numpy as np
 
 from xckpt.errors import shown
 from xckpt.formatting import counted
-from xckpt.notebook.documents import (
-    Field,
-    Heading,
-    Picture,
-    Sentence,
-    Table,
-    cell_text,
-    more,
-)
+from xckpt.notebook.documents import Field, Heading, Picture, Sentence, Table, cell_text, more
 from xckpt.notebook.folding import fold
 from xckpt.notebook.html import to_page
 from xckpt.notebook.markdown import to_markdown

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
 
 import xarray as xr
 
@@ -14,7 +14,6 @@ from xckpt.options import SelectOptions, renamed, takes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
-    from typing import Unpack
 
     from xckpt.datasets.tensors import DtypeFilter
     from xckpt.labels import TensorFilter

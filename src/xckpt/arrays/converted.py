@@ -26,13 +26,7 @@ from xckpt.arrays.dense import DenseArray, OnePartArray
 from xckpt.arrays.kinds import kind_named
 from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.parts import PartReader, has_byte_each
-from xckpt.arrays.streams import (
-    ArrayStream,
-    ElementStream,
-    StoredStream,
-    Transposed,
-    raw_blocks,
-)
+from xckpt.arrays.streams import ArrayStream, ElementStream, StoredStream, Transposed, raw_blocks
 from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.storage.encodings import STREAMS

@@ -8,7 +8,7 @@ those that both files state are compared then, and others if both formats have r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import isclose, isnan
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -19,8 +19,6 @@ from xckpt.opening import room_for_attributes
 from xckpt.opening.reading import CONFIGS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import xarray as xr
 
     from xckpt.comparison.pairs import Match

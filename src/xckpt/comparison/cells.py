@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,10 @@ from xckpt.arrays.streams import LEAF
 from xckpt.comparison.measure import Comparison, as_floats
 from xckpt.comparison.pair_loops import compare_cells
 from xckpt.errors import shown
-from xckpt.scan.entries import no_dimension
+from xckpt.scan.entries import Entry, no_dimension
 from xckpt.scan.scanning import MergeTree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from xckpt.scan.entries import Entry
     from xckpt.typing import Array
 
 # Every axis is cut into blocks: of one element, of some neighbours, or of its whole length if it is

@@ -13,18 +13,15 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from xckpt.comparison.arrangements import Padded, RopePermuted
+from xckpt.comparison.arrangements import Padded, RopePermuted, Step
 from xckpt.comparison.names import role_of
-from xckpt.comparison.relations.causes import Elementwise
-from xckpt.comparison.relations.rounding import FRACTION_BITS
+from xckpt.comparison.relations.causes import Elementwise, Relation
+from xckpt.comparison.relations.rounding import FRACTION_BITS, Transform
 from xckpt.formatting import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from xckpt.comparison.arrangements import Step
-    from xckpt.comparison.relations.causes import Relation
-    from xckpt.comparison.relations.rounding import Transform
     from xckpt.comparison.relations.verification import Link
     from xckpt.structure.families import Place
     from xckpt.structure.model import Structure

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from math import isnan, nan, prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 import xarray as xr
 
 from xckpt.comparison.attributes import attribute_changes, state_attributes
-from xckpt.comparison.cells import (
-    CELL_NBYTES,
-    Channels,
-    grid_of,
-    reduced_lengths,
-)
+from xckpt.comparison.cells import CELL_NBYTES, Channels, grid_of, reduced_lengths
 from xckpt.comparison.classify import Places
 from xckpt.comparison.match import matched
 from xckpt.comparison.measure import (
@@ -30,7 +25,7 @@ from xckpt.comparison.measure import (
     measures_of_pairs,
     summed,
 )
-from xckpt.comparison.pairs import pair_of
+from xckpt.comparison.pairs import Match, pair_of
 from xckpt.comparison.relate import relate_known
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
@@ -55,13 +50,11 @@ from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import Unpack
 
     from xckpt.arrays.streams import ChunkedZip, Zip
     from xckpt.comparison.cells import ChannelGrid, Reduced
     from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.comparison.merges import Merges
-    from xckpt.comparison.pairs import Match
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming

@@ -18,14 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from xckpt.comparison.arrangements import Transposed
-from xckpt.comparison.names import (
-    Rules,
-    are_other_roles,
-    conventions,
-    first_numbers,
-    likeness,
-)
+from xckpt.comparison.arrangements import Step, Transposed
+from xckpt.comparison.names import Rules, are_other_roles, conventions, first_numbers, likeness
 from xckpt.comparison.pairs import Match, Partner, pair_of
 from xckpt.comparison.sketches import (
     ALIKE,
@@ -40,7 +34,7 @@ from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.labels.conventions import match_names
 from xckpt.labels.filters import select
-from xckpt.labels.renaming import new_names
+from xckpt.labels.renaming import Renaming, new_names
 from xckpt.progress import Progress
 from xckpt.scan.entries import Entry
 from xckpt.statistics.tables import TIED
@@ -49,11 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.streams import ElementStream
-    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.classify import Places
     from xckpt.comparison.sketches import Sketched
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
 
 Shape = tuple[int, ...]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from xckpt.arrays.kinds import kind_named
-from xckpt.arrays.streams import LEAF
+from xckpt.arrays.streams import LEAF, ChunkedZip, Zip
 from xckpt.comparison.pair_loops import SUMS, TINY, add_up, compare_floats, fold_sums
 from xckpt.comparison.pairs import SameBytes, stored_pair
 from xckpt.elements import ELEMENT_TYPES
@@ -24,9 +24,6 @@ from xckpt.statistics.tables import STATUSES
 from xckpt.statistics.vector_kernel import LANES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from xckpt.arrays.streams import ChunkedZip, Zip
     from xckpt.progress import ProgressOption
     from xckpt.typing import Array
 

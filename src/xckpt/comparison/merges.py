@@ -27,10 +27,10 @@ import numpy as np
 from xckpt.arrays.kinds import kind_of
 from xckpt.arrays.lazy import dense_values as in_memory
 from xckpt.comparison.adapted_rows import AdaptedRows, adapted_rows
-from xckpt.comparison.explaining.outcome import Explanation
+from xckpt.comparison.explaining.outcome import Case, Explanation
 from xckpt.comparison.relations.rounding import FRACTION_BITS, spacing_of
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
-from xckpt.datasets.adapters import find_adapters, match_bases
+from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import UnsupportedError, locating, some, warn
 from xckpt.opening.reading import adapter_in, read_config
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from xckpt.arrays.streams import ElementStream
-    from xckpt.comparison.explaining.outcome import Case
     from xckpt.comparison.pairs import Match
-    from xckpt.datasets.adapters import Adapter
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.progress import Progress
     from xckpt.scan.entries import Describable

@@ -24,14 +24,12 @@ from xckpt.arrays.streams import (
     SparseZip,
     Zip,
 )
-from xckpt.comparison.arrangements import Transposed, View, arranged, parts_of_view, undone
-from xckpt.errors import is_damage
+from xckpt.comparison.arrangements import Step, Transposed, View, arranged, parts_of_view, undone
+from xckpt.errors import CheckpointError, is_damage
 from xckpt.scan.scanning import Accumulator
 from xckpt.storage.local import is_mapped
 
 if TYPE_CHECKING:
-    from xckpt.comparison.arrangements import Step
-    from xckpt.errors import CheckpointError
     from xckpt.typing import Array
 
 #: Bytes to read at a time against the order of a file, where one read yields few elements.

@@ -11,13 +11,12 @@ from collections import defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from xckpt.comparison.arrangements import Cropped, Reshaped
+from xckpt.comparison.arrangements import Cropped, Reshaped, Shape
 from xckpt.comparison.layouts import Conversion, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.comparison.arrangements import Shape
     from xckpt.structure import Structure
 
 __all__ = ["recurrent_joints"]

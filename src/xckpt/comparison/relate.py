@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.comparison.arrangements import USUAL_WIDTHS, RopePermuted, Transposed
-from xckpt.comparison.classify import TURNED_SLOTS
-from xckpt.comparison.pairs import identity_of, pair_of
+from xckpt.comparison.arrangements import USUAL_WIDTHS, RopePermuted, Step, Transposed
+from xckpt.comparison.classify import TURNED_SLOTS, Places
+from xckpt.comparison.pairs import Match, identity_of, pair_of
 from xckpt.comparison.relations.verification import correlation_of, sample_of, sides_after
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.storage.limits import cpu_count
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.kinds import Kind
     from xckpt.arrays.streams import ChunkedZip, ElementStream, Zip
-    from xckpt.comparison.arrangements import Step
-    from xckpt.comparison.classify import Places
-    from xckpt.comparison.pairs import Match
 
     StepChain = tuple[Step, ...]
 

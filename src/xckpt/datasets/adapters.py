@@ -41,12 +41,7 @@ from xckpt.datasets.adapter_methods import (
 )
 from xckpt.errors import shown, some
 from xckpt.quantization.model import is_match
-from xckpt.structure.counterparts import (
-    PIPELINE_PARTS,
-    Counterparts,
-    Requested,
-    part_of_pipeline,
-)
+from xckpt.structure.counterparts import PIPELINE_PARTS, Counterparts, Requested, part_of_pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

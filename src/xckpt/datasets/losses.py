@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.arrays.graph import lazies_in, lazy_of, left_out_of
+from xckpt.arrays.graph import Selection, lazies_in, lazy_of, left_out_of
 from xckpt.arrays.keys import normalize
 from xckpt.datasets.stack_records import marks_of, remaining_indices
 from xckpt.formatting import base_name, counted
@@ -22,9 +22,7 @@ from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from typing import Any
 
-    from xckpt.arrays.graph import Selection
     from xckpt.arrays.lazy import LazyArray, Opened
     from xckpt.datasets.tensors import OpenTensors
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays import read_later
+from xckpt.arrays import LazyArray, read_later
 from xckpt.arrays.graph import tensor_array
-from xckpt.arrays.keys import target_nbytes
+from xckpt.arrays.keys import Chunks, target_nbytes
 from xckpt.datasets.listing import Listed, Listing, free_name, list_arrays
 from xckpt.datasets.stack_records import (
     StackMarks,
@@ -28,22 +28,17 @@ from xckpt.errors import shown
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
 from xckpt.labels.filters import suggest_names
-from xckpt.labels.grids import StackedAttrs, stack_attrs
+from xckpt.labels.grids import Stack, StackedAttrs, stack_attrs
 from xckpt.storage.source import ShardedSource, sources_of
 from xckpt.structure.dims import axes_of, dims_of, with_stated
 from xckpt.upstream.xarray_trees import assemble_dataset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-
     import dask.array as da
 
-    from xckpt.arrays import LazyArray
-    from xckpt.arrays.keys import Chunks
     from xckpt.arrays.stacked import MemberArrays
     from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index, Part, Tensor
-    from xckpt.labels.grids import Stack
     from xckpt.storage import Source
 
     Axes = tuple[str | None, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +16,6 @@ from xckpt.labels import AxisNamer
 from xckpt.structure.dims import infer_dims
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from xckpt.typing import Array
 
 _SCALARS = (str, int, float, bool, type(None))

@@ -27,15 +27,10 @@ from xckpt.datasets.stack_records import (
     unstacked_variables,
 )
 from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
-from xckpt.errors import causes_of, warn
-from xckpt.index import paused_collector
+from xckpt.errors import Cause, causes_of, warn
+from xckpt.index import CodeFinding, Index, paused_collector
 from xckpt.labels import TensorFilter, combined, flat_name, select, tree_paths
-from xckpt.labels.filters import (
-    select_members,
-    suggest_filters,
-    suggest_names,
-    warn_of_exclusions,
-)
+from xckpt.labels.filters import select_members, suggest_filters, suggest_names, warn_of_exclusions
 from xckpt.storage.source import sources_of
 from xckpt.structure import Structure, structure_of
 from xckpt.structure.declared import facts_kept
@@ -52,8 +47,6 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.lazy import LazyArray
     from xckpt.datasets.options import OpenOptions
-    from xckpt.errors import Cause
-    from xckpt.index import CodeFinding, Index
     from xckpt.storage import Source
 
     DtypeFilter = DTypeLike | list[DTypeLike] | tuple[DTypeLike, ...] | set[DTypeLike]

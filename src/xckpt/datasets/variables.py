@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from xckpt.arrays.graph import Selection, is_stored, noting, read_small, slice_stored
-from xckpt.arrays.keys import normalize
+from xckpt.arrays.keys import Chunks, normalize
 from xckpt.labels import explicit_name
 from xckpt.structure import Described, Structure
 from xckpt.upstream.dask_arrays import is_dask_array
@@ -26,7 +26,6 @@ from xckpt.upstream.xarray_variables import (
 
 if TYPE_CHECKING:
     from xckpt.arrays import LazyArray
-    from xckpt.arrays.keys import Chunks
 
 
 #: Beginning of the names of layers of integers that are widened for arithmetic.

@@ -36,13 +36,7 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import (
-    CheckpointError,
-    FormatError,
-    TruncatedError,
-    UnsupportedError,
-    shown,
-)
+from xckpt.errors import CheckpointError, FormatError, TruncatedError, UnsupportedError, shown
 from xckpt.formats import Format, Readable, kit
 from xckpt.index import Index, Part, Tensor, runs_of, strides_of
 

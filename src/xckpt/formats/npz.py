@@ -52,14 +52,7 @@ from xckpt.elements import NUMPY_CODES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, archive, kit
 from xckpt.formats.pickles.scanning import scan
-from xckpt.formats.plan import (
-    LOST_DIMS,
-    Draft,
-    LiteralBytes,
-    Plan,
-    PlannedPart,
-    WantedTensor,
-)
+from xckpt.formats.plan import LOST_DIMS, Draft, LiteralBytes, Plan, PlannedPart, WantedTensor
 from xckpt.index import Index, Part, Tensor, is_json
 
 _MAGIC, _SUFFIX, _ALIGNMENT, _LONGEST_TEXT = b"\x93NUMPY", ".npy", 64, 1 << 16

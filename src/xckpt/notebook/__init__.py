@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xckpt.index import paused_collector, show_indexes_with
+from xckpt.index import Index, paused_collector, show_indexes_with
 
 if TYPE_CHECKING:
-    from xckpt.index import Index
     from xckpt.notebook.shown import View
 
 __all__ = ["view_of_index"]

@@ -16,14 +16,13 @@ from math import inf, isnan, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.formatting import counted, printable, shortened
-from xckpt.notebook.folding import families_of, numbered_path, phrase, united
+from xckpt.notebook.folding import Family, families_of, numbered_path, phrase, united
 from xckpt.structure import Described, Structure
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.notebook.folding import Family
 
 #: Number of lines with which a summary of a comparison still has at most twenty.
 MOST_LINES = 17

@@ -11,20 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import ELEMENT_TYPES, element_type_of
 from xckpt.formatting import base_name, binary_size, counted, short_count
-from xckpt.notebook.documents import Field, Heading, Sentence, Share, Table
-from xckpt.notebook.folding import families_of
+from xckpt.notebook.documents import Block, Cell, Field, Heading, Sentence, Share, Table
+from xckpt.notebook.folding import Family, families_of
 from xckpt.structure import PARAMETERS, Role, Structure
-from xckpt.tensor_rows import TIED
+from xckpt.tensor_rows import TIED, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import xarray as xr
 
-    from xckpt.notebook.documents import Block, Cell
-    from xckpt.notebook.folding import Family
     from xckpt.structure.caches import ModelCache
-    from xckpt.tensor_rows import Row
 
 __all__ = [
     "PRECISIONS",

@@ -6,17 +6,15 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from xckpt.formatting import counted, shape_text
-from xckpt.notebook.documents import Field, Sentence, Table
+from xckpt.notebook.documents import Block, Field, Sentence, Table
 from xckpt.notebook.folding import families_of, united
-from xckpt.structure import Role
+from xckpt.structure import Role, Structure, TensorInfo
 from xckpt.structure.forms import forms_of
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from xckpt.notebook.documents import Block
-    from xckpt.structure import Structure, TensorInfo
 
 __all__ = ["evidence_table", "structure_blocks", "structure_table"]
 

@@ -12,15 +12,9 @@ from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.errors import shown, some
-from xckpt.formatting import (
-    base_name,
-    binary_size,
-    counted,
-    shape_text,
-    word,
-)
+from xckpt.formatting import base_name, binary_size, counted, shape_text, word
 from xckpt.index import paused_collector
-from xckpt.notebook.documents import Field, Sentence, Table
+from xckpt.notebook.documents import Block, Field, Sentence, Table
 from xckpt.notebook.folding import (
     Family,
     Pattern,
@@ -36,7 +30,7 @@ from xckpt.notebook.footprint import Footprint, GroupTotal, components_of, sums_
 from xckpt.notebook.shown import Shown
 from xckpt.structure import OF_TRAINING, Structure, structure_of
 from xckpt.structure.declared import facts_of
-from xckpt.structure.description import describe_model
+from xckpt.structure.description import ModelDescription, describe_model
 from xckpt.structure.numbering import (
     is_index,
     module_indices,
@@ -52,8 +46,6 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from xckpt.notebook.documents import Block
-    from xckpt.structure.description import ModelDescription
 
 # Up to this number, tensors are listed one by one: folding would hide names and save nothing.
 _FEW = 12

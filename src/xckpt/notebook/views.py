@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from xckpt.formatting import (
-    TIMES,
-    binary_size,
-    counted,
-    shape_text,
-    short_count,
-    value_text,
-    word,
-)
+from xckpt.formatting import TIMES, binary_size, counted, shape_text, short_count, value_text, word
 from xckpt.notebook.documents import (
     Bar,
     BarPart,

@@ -22,15 +22,7 @@ from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.stack_records import remaining_indices, stack_of
 from xckpt.datasets.tensors import FileTensors, OpenTensors
 from xckpt.datasets.variables import LazyVariable
-from xckpt.errors import (
-    UnreadableWarning,
-    causes_of,
-    locating,
-    shown,
-    some,
-    unreadable_text,
-    warn,
-)
+from xckpt.errors import UnreadableWarning, causes_of, locating, shown, some, unreadable_text, warn
 from xckpt.index import Index, paused_collector
 from xckpt.labels.filters import combined, select_members, suggest_names
 from xckpt.registration import register_formatter

@@ -17,11 +17,7 @@ from xckpt.scan.entries import contents_of, deferred, entries_of, filter_of, lai
 from xckpt.scan.scanning import Accumulator, gather, load_cached
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics import block_loops
-from xckpt.statistics.channel_sketches import (
-    ChannelSketch,
-    channel_statistics,
-    width_of,
-)
+from xckpt.statistics.channel_sketches import ChannelSketch, channel_statistics, width_of
 from xckpt.statistics.counts import Sketch, codes_of, prepared
 from xckpt.statistics.definitions import (
     FIRST_QUANTILE,

@@ -23,12 +23,7 @@ from xckpt.datasets.adapter_updates import Factors, factors_in
 from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import locating, warn
 from xckpt.labels import TensorFilter, select
-from xckpt.labels.filters import (
-    Selection,
-    suggest_filters,
-    suggest_names,
-    warn_of_exclusions,
-)
+from xckpt.labels.filters import Selection, suggest_filters, suggest_names, warn_of_exclusions
 from xckpt.options import ScanOptions, takes
 from xckpt.progress import Progress
 from xckpt.scan.cluster import send_out

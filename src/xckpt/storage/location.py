@@ -18,13 +18,7 @@ from urllib.parse import unquote
 
 from xckpt.addresses import hiding, real
 from xckpt.formatting import natural_key
-from xckpt.storage.local import (
-    BytesSource,
-    FileObjectSource,
-    LocalSource,
-    is_file_url,
-    local_path,
-)
+from xckpt.storage.local import BytesSource, FileObjectSource, LocalSource, is_file_url, local_path
 from xckpt.storage.stores import store_kind
 
 if TYPE_CHECKING:

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import some
 from xckpt.formatting import counted
-from xckpt.structure.facts import (
-    StatedSize,
-    declarations_in,
-    is_gguf,
-    model_facts,
-    sizes_stated_in,
-)
+from xckpt.structure.facts import StatedSize, declarations_in, is_gguf, model_facts, sizes_stated_in
 from xckpt.structure.info import PARAMETERS, Described
 from xckpt.structure.model import Structure
 from xckpt.structure.numbering import parse_name, split_leaf

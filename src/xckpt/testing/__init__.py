@@ -13,13 +13,7 @@ import pytest
 
 pytest.register_assert_rewrite("xckpt.testing.samples", "xckpt.testing.suites")
 
-from xckpt.testing.samples import (  # noqa: E402  after the line above
-    Bad,
-    CountingSource,
-    Expected,
-    Samples,
-    Want,
-)
+from xckpt.testing.samples import Bad, CountingSource, Expected, Samples, Want  # noqa: E402  after the line above
 from xckpt.testing.suites import BadFiles, Damage, Facts, GoodFiles, Opening, Suite  # noqa: E402
 
 __all__ = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,27 +24,22 @@ from xckpt.arrays.dense import OnePartArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError, some
 from xckpt.formatting import counted
-from xckpt.index import StoredList
+from xckpt.index import StoredList, Tensor
 from xckpt.opening import open_index
 from xckpt.opening.names import part_of
 from xckpt.opening.reading import CONFIGS, read_config
 from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path, write_file
 from xckpt.storage.source import files_of
-from xckpt.structure.config_fit import check_config, fit_config, fit_quantization
+from xckpt.structure.config_fit import ConfigFit, check_config, fit_config, fit_quantization
 from xckpt.structure.facts import declarations_in, is_gguf, model_facts, sizes_stated_in
 from xckpt.structure.info import Described, Role
 from xckpt.structure.model import Structure
-from xckpt.writing.payloads import source_files
+from xckpt.writing.payloads import Gathered, source_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-
     from xckpt.formats.plan import WantedTensor
-    from xckpt.index import Tensor
-    from xckpt.structure.config_fit import ConfigFit
     from xckpt.writing.fitting import Changes
-    from xckpt.writing.payloads import Gathered
     from xckpt.writing.targets import Target
 
 __all__ = ["Companions", "Origin", "companions_of", "fit_attributes", "origin_of"]

@@ -31,14 +31,13 @@ from xckpt.errors import (
 )
 from xckpt.formats.plan import Draft, WantedPart
 from xckpt.index import Arrangement, is_json
-from xckpt.writing.payloads import Payload
+from xckpt.writing.payloads import Gathered, Payload
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.errors import Cause
     from xckpt.formats import Can, Format
-    from xckpt.writing.payloads import Gathered
 
 __all__ = [
     "OF_FILE",

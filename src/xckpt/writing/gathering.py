@@ -19,11 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.converted import (
-    densified,
-    element_type,
-    is_sparse,
-)
+from xckpt.arrays.converted import densified, element_type, is_sparse
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import lazies_in, lazy_of, with_blocks
 from xckpt.arrays.lazy import UnreadableArray
@@ -35,7 +31,7 @@ from xckpt.datasets.variables import WIDENED
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError
 from xckpt.formats.plan import WantedPart
-from xckpt.index import Arrangement, Tensor
+from xckpt.index import Arrangement, Index, Tensor
 from xckpt.labels import AxisNamer, explicit_name
 from xckpt.opening import open_index
 from xckpt.structure import Structure
@@ -49,7 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.arrays import LazyArray
-    from xckpt.index import Index
     from xckpt.writing.fitting import Changes, Fitting
 
 __all__ = [

@@ -36,17 +36,17 @@ from xckpt.arrays.keys import chunks_along_slowest
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import CheckpointError, UnsupportedError, some, warn
-from xckpt.formats.plan import PlannedPart, WantedPart, Written
+from xckpt.formats.plan import LiteralBytes, Plan, PlannedPart, WantedPart, Written
 from xckpt.formatting import counted
-from xckpt.index import Part, strides_of
+from xckpt.index import Index, Part, strides_of
 from xckpt.interrupts import uninterrupted
 from xckpt.opening.reading import CONFIGS
 from xckpt.progress import Progress, report
-from xckpt.storage import is_remote
+from xckpt.storage import Source, is_remote
 from xckpt.storage.limits import open_file
-from xckpt.storage.sink import publish, write_at
-from xckpt.writing.companions import companions_of, origin_of
-from xckpt.writing.payloads import lazy_dask_array
+from xckpt.storage.sink import Sink, publish, write_at
+from xckpt.writing.companions import Companions, companions_of, origin_of
+from xckpt.writing.payloads import Gathered, Payload, lazy_dask_array
 from xckpt.writing.rehearsal import changed_attributes
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
 
@@ -57,15 +57,9 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.converted import Cast
     from xckpt.arrays.streams import Block
-    from xckpt.formats.plan import LiteralBytes, Plan
-    from xckpt.index import Index
-    from xckpt.storage import Source
     from xckpt.storage.partial import Place
-    from xckpt.storage.sink import Sink
     from xckpt.typing import Array
-    from xckpt.writing.companions import Companions
     from xckpt.writing.fitting import Fitting
-    from xckpt.writing.payloads import Gathered, Payload
     from xckpt.writing.targets import Target
 
 __all__ = ["WriteJob", "plan_job"]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from xckpt.arrays.parts import part_readers
 from xckpt.elements import ELEMENT_TYPES
@@ -41,12 +41,12 @@ from xckpt.errors import (
 from xckpt.formatting import counted
 from xckpt.index import Index, paused_collector
 from xckpt.labels.filters import combined, select, select_or_raise
-from xckpt.notebook.documents import Heading
+from xckpt.notebook.documents import Block, Heading
 from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
 from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress
-from xckpt.storage import open_source, write_file
+from xckpt.storage import Source, open_source, write_file
 from xckpt.storage.source import sources_of
 from xckpt.structure import structure_of
 from xckpt.writing.contents import (
@@ -60,16 +60,12 @@ from xckpt.writing.contents import (
 from xckpt.writing.fitting import Changes
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
     import xarray as xr
 
     from xckpt.errors import CheckpointError
     from xckpt.labels import TensorFilter
-    from xckpt.notebook.documents import Block
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
-    from xckpt.storage import Source
     from xckpt.writing.contents import TensorContent
 
 __all__ = ["Manifest", "differences", "manifest", "manifest_of"]

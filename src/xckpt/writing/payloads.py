@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.arrays.converted import Converted, StoredBytes, bytes_of
+from xckpt.arrays.converted import ByteStream, Cast, Converted, StoredBytes, bytes_of
 from xckpt.arrays.dense import ChunkedArray, DenseArray, OnePartArray, dense_array
 from xckpt.arrays.keys import target_nbytes
-from xckpt.arrays.parts import decoded_shape
+from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.formats.plan import WantedPart, WantedTensor
-from xckpt.index import Quantization
+from xckpt.index import Arrangement, Layout, Quantization, Tensor
 from xckpt.storage.source import files_of
 from xckpt.writing.sparse_parts import canonical_parts
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from xckpt.arrays import LazyArray
-    from xckpt.arrays.converted import ByteStream, Cast
-    from xckpt.arrays.parts import PartReader
-    from xckpt.index import Arrangement, Layout, Tensor
     from xckpt.storage import Source
 
 __all__ = [

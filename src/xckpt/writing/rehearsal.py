@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import FormatError
-from xckpt.formats.plan import Written
+from xckpt.formats.plan import Draft, LiteralBytes, Plan, Written
 from xckpt.storage.digests import Hasher
 from xckpt.writing.fitting import OF_FILE, OF_TENSORS
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.formats import Format, Readable
-    from xckpt.formats.plan import Draft, LiteralBytes, Plan
     from xckpt.index import Index, Tensor
 
 _REPLACED = {

@@ -13,18 +13,18 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 from xckpt.arrays import ReadOptions, lazy_arrays, read_later
-from xckpt.arrays.converted import holds
+from xckpt.arrays.converted import Cast, holds
 from xckpt.arrays.parts import part_readers
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.formatting import binary_size, counted
-from xckpt.index import paused_collector
+from xckpt.index import Index, Tensor, paused_collector
 from xckpt.labels.filters import combined, select_or_raise
-from xckpt.labels.renaming import edited_attrs, new_names
-from xckpt.notebook.documents import Heading, Sentence
+from xckpt.labels.renaming import Renaming, edited_attrs, new_names
+from xckpt.notebook.documents import Block, Heading, Sentence
 from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
 from xckpt.options import RENAMING, takes
@@ -34,26 +34,20 @@ from xckpt.structure import structure_of
 from xckpt.writing.companions import fit_attributes
 from xckpt.writing.fitting import Fitting, Requests
 from xckpt.writing.job import plan_job
-from xckpt.writing.payloads import Gathered, lazy_dask_array, source_files, stored_payload
+from xckpt.writing.payloads import Gathered, Payload, lazy_dask_array, source_files, stored_payload
 from xckpt.writing.targets import Target, into_folder, writer_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from typing import Unpack
 
     import xarray as xr
     from dask.delayed import Delayed
 
-    from xckpt.arrays.converted import Cast
     from xckpt.formats import FormatOptions
-    from xckpt.index import Index, Tensor
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
-    from xckpt.notebook.documents import Block
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
-    from xckpt.writing.payloads import Payload
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.converted import is_sparse
-from xckpt.arrays.sparse import COOArray, CSRArray
+from xckpt.arrays.sparse import COOArray, CSRArray, SparseArray
 from xckpt.errors import FormatError, UnsupportedError, locating
 from xckpt.formats.plan import WantedPart
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from xckpt.arrays.parts import PartReader
-    from xckpt.arrays.sparse import SparseArray
     from xckpt.index import Tensor
     from xckpt.typing import Array
 

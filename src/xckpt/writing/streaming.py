@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -18,20 +18,17 @@ from typing import TYPE_CHECKING, Any
 from xckpt.arrays.converted import BLOCK_NBYTES, StoredBytes, thread_buffer
 from xckpt.errors import IntegrityError, locating
 from xckpt.formats.plan import PlannedPart, Written
-from xckpt.storage import reading_ahead
+from xckpt.storage import Source, reading_ahead
 from xckpt.storage.digests import Hasher
-from xckpt.storage.local import LocalSource
+from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.seekable import DEFAULT_LEVEL, new_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
 
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Part
     from xckpt.progress import Progress
-    from xckpt.storage import Source
-    from xckpt.storage.local import OpenFile
     from xckpt.storage.sink import Sink
 
 Key = tuple[str, str]

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from math import prod
 from posixpath import basename
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.dense import DenseArray
@@ -31,9 +31,9 @@ from xckpt.errors import (
     some,
 )
 from xckpt.formatting import counted
-from xckpt.index import code_findings
+from xckpt.index import CodeFinding, Index, Part, Tensor, code_findings
 from xckpt.labels.filters import combined, select_or_raise
-from xckpt.notebook.documents import Heading, Sentence, more
+from xckpt.notebook.documents import Block, Heading, Sentence, more
 from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
 from xckpt.options import TransferOptions, takes
@@ -48,14 +48,11 @@ from xckpt.writing.manifests import manifest as make_manifest
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-    from typing import Unpack
 
     from pandas import DataFrame
 
     from xckpt.errors import Cause
-    from xckpt.index import CodeFinding, Index, Part, Tensor
     from xckpt.labels import TensorFilter
-    from xckpt.notebook.documents import Block
     from xckpt.opening import OpenPath
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range

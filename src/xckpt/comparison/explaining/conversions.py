@@ -10,7 +10,7 @@ from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from xckpt.comparison.arrangements import Cropped, Reshaped, arranged, undone
+from xckpt.comparison.arrangements import Cropped, Reshaped, Shape, Step, arranged, undone
 from xckpt.comparison.division import divisions
 from xckpt.comparison.explaining.outcome import (
     ALONE,
@@ -25,14 +25,12 @@ from xckpt.comparison.explaining.outcome import (
 from xckpt.comparison.layouts import Conversion, Layouts, Piece
 from xckpt.comparison.names import spelled
 from xckpt.comparison.recurrent import recurrent_joints
-from xckpt.comparison.relations.verification import Link, Side, examine_in_turn
+from xckpt.comparison.relations.verification import Attempt, Link, Side, examine_in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from xckpt.comparison.arrangements import Shape, Step
     from xckpt.comparison.explaining.passes import Explanations, Work
-    from xckpt.comparison.relations.verification import Attempt
 
 # The most layouts to verify for a tensor.
 _MOST_TRIED = 12

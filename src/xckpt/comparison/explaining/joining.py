@@ -12,32 +12,18 @@ from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from xckpt.comparison.arrangements import (
-    Layer,
-    Padded,
-    arranged,
-    lines_along,
-    part_of,
-    undone,
-)
+from xckpt.comparison.arrangements import Layer, Padded, arranged, lines_along, part_of, undone
 from xckpt.comparison.explaining.joints import Joint, JointPart, joints_between
 from xckpt.comparison.explaining.outcome import ALONE, Share, of_joint, related, unlike
-from xckpt.comparison.names import (
-    Order,
-    analogous,
-    begun_alike,
-    out_of_order,
-    spelled,
-)
+from xckpt.comparison.names import Order, analogous, begun_alike, out_of_order, spelled
 from xckpt.comparison.relations.verification import Link, Side, examine
-from xckpt.comparison.sketches import groups_of
+from xckpt.comparison.sketches import Sketched, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.passes import Explanations, Work
-    from xckpt.comparison.sketches import Sketched
 
 # Pairs of wholes and parts up to which the parts of every whole are searched, and wholes beyond it.
 _MOST_PAIRS, _MOST_SEARCHED = 50_000, 16

@@ -11,18 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from xckpt.comparison.arrangements import (
-    RopePermuted,
-    Transposed,
-)
+from xckpt.comparison.arrangements import RopePermuted, Step, Transposed
 from xckpt.comparison.names import Order, likeness
-from xckpt.comparison.sketches import SURE, inverse_orders, rope_orders, standardised
+from xckpt.comparison.sketches import SURE, Sketched, inverse_orders, rope_orders, standardised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from xckpt.comparison.arrangements import Step
-    from xckpt.comparison.sketches import Sketched
     from xckpt.typing import Array
 
 Shape = tuple[int, ...]

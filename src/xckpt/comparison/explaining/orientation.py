@@ -11,14 +11,13 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.comparison.explaining.outcome import ALONE
+from xckpt.comparison.explaining.outcome import ALONE, Case, Explanation
 from xckpt.comparison.names import last_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.comparison.classify import Places
-    from xckpt.comparison.explaining.outcome import Case, Explanation
 
 __all__ = ["turned_alone"]
 

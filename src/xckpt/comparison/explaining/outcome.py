@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from math import nan
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from xckpt.comparison.arrangements import RopePermuted
-from xckpt.comparison.classify import doubt
-from xckpt.comparison.relations.causes import percent
+from xckpt.comparison.arrangements import RopePermuted, Shape, Step
+from xckpt.comparison.classify import Places, doubt
+from xckpt.comparison.relations.causes import Relation, percent
 from xckpt.comparison.relations.quantised_causes import Quantised
 from xckpt.errors import CheckpointError, shown, some
 from xckpt.formatting import counted
@@ -32,10 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from xckpt.arrays.streams import ElementStream
-    from xckpt.comparison.arrangements import Shape, Step
-    from xckpt.comparison.classify import Places
     from xckpt.comparison.pairs import Match
-    from xckpt.comparison.relations.causes import Relation
     from xckpt.comparison.relations.verification import Link
 
 Outcome = Literal["explained", "changed", "unmatched", "unreadable"]

@@ -12,14 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from xckpt.comparison.arrangements import (
-    Padded,
-    Transposed,
-    Truncated,
-    arranged,
-    part_of,
-    undone,
-)
+from xckpt.comparison.arrangements import Padded, Transposed, Truncated, arranged, part_of, undone
 from xckpt.comparison.explaining.conversions import converted, partly_converted
 from xckpt.comparison.explaining.folding import folded
 from xckpt.comparison.explaining.joining import joined
@@ -36,13 +29,9 @@ from xckpt.comparison.explaining.outcome import (
     unlike,
     unreadable,
 )
-from xckpt.comparison.explaining.siblings import (
-    claimed_twice,
-    unlike_few_siblings,
-    unlike_siblings,
-)
+from xckpt.comparison.explaining.siblings import claimed_twice, unlike_few_siblings, unlike_siblings
 from xckpt.comparison.layouts import tiled
-from xckpt.comparison.match import by_content, by_names
+from xckpt.comparison.match import Candidate, by_content, by_names
 from xckpt.comparison.measure import Comparison
 from xckpt.comparison.names import Rules, conventions, spelled
 from xckpt.comparison.pairs import pair_of
@@ -55,13 +44,7 @@ from xckpt.comparison.relations.verification import (
     examine_in_turn,
     sides_after,
 )
-from xckpt.comparison.sketches import (
-    ALIKE,
-    Sketched,
-    StepChain,
-    arrangements,
-    sketched,
-)
+from xckpt.comparison.sketches import ALIKE, Sketched, StepChain, arrangements, sketched
 from xckpt.progress import Progress
 from xckpt.scan.scanning import gather
 
@@ -73,7 +56,6 @@ if TYPE_CHECKING:
     from xckpt.comparison.classify import Places
     from xckpt.comparison.explaining.joints import Joint
     from xckpt.comparison.explaining.outcome import Case
-    from xckpt.comparison.match import Candidate
     from xckpt.comparison.merges import Merges
     from xckpt.progress import ProgressOption
 

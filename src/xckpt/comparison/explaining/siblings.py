@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.comparison.explaining.outcome import ALONE, quoted
+from xckpt.comparison.explaining.outcome import ALONE, Case, Explanation, quoted
 from xckpt.statistics.tables import TIED
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.arrangements import Shape, Step
     from xckpt.comparison.classify import Places
-    from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.structure.model import Structure
 
     #: Verifies, for each pair of a case and steps, whether its elements are related by the steps.

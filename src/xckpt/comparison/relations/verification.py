@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.arrays.streams import LEAF, ChunkedZip, columns_of, whole_leaves
-from xckpt.comparison.arrangements import arranged, part_of, parts_of_view
+from xckpt.arrays.streams import LEAF, ChunkedZip, ElementStream, Zip, columns_of, whole_leaves
+from xckpt.comparison.arrangements import Step, arranged, part_of, parts_of_view
 from xckpt.comparison.measure import MEASURES, Comparison, as_floats, measures_of_pairs
 from xckpt.comparison.pairs import pair_of, stream_of_view
-from xckpt.comparison.relations.causes import LIKELY, Elementwise, SampledPairs
+from xckpt.comparison.relations.causes import LIKELY, Elementwise, Relation, SampledPairs
 from xckpt.comparison.relations.quantised_causes import (
     Quantised,
     WithinScales,
@@ -32,9 +32,6 @@ from xckpt.threads import Threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from xckpt.arrays.streams import ElementStream, Zip
-    from xckpt.comparison.arrangements import Step
-    from xckpt.comparison.relations.causes import Relation
     from xckpt.progress import Progress
     from xckpt.typing import Array
 

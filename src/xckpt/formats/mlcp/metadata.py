@@ -31,13 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
-from xckpt.formats.mlcp.records import (
-    DATA_TYPES,
-    Record,
-    ShardMetadata,
-    check_shape,
-    element_type,
-)
+from xckpt.formats.mlcp.records import DATA_TYPES, Record, ShardMetadata, check_shape, element_type
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

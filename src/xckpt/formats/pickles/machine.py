@@ -22,13 +22,7 @@ from struct import Struct
 from struct import error as StructError  # noqa: N812  "error" is too general
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import (
-    CheckpointError,
-    FormatError,
-    TruncatedError,
-    UnsupportedError,
-    shown,
-)
+from xckpt.errors import CheckpointError, FormatError, TruncatedError, UnsupportedError, shown
 from xckpt.formats.pickles.executing import CodeUses
 from xckpt.formats.pickles.records import (
     Call,

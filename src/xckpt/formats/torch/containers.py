@@ -24,13 +24,7 @@ from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import (
-    CheckpointError,
-    FormatError,
-    TruncatedError,
-    UnsupportedError,
-    shown,
-)
+from xckpt.errors import CheckpointError, FormatError, TruncatedError, UnsupportedError, shown
 from xckpt.formats import archive, kit
 from xckpt.formats.pickles.machine import Machine
 from xckpt.formats.pickles.records import Pairs, spelled
