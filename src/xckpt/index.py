@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from math import prod
 from posixpath import commonprefix
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, TypeVar
 
 from xckpt.errors import Cause, CheckpointError, causes_of, some
 
@@ -88,27 +88,6 @@ def code_findings(executes: Sequence[str], imports: Sequence[str]) -> tuple[Code
         )
         findings.append(CodeFinding("warning", "imports", reason, tuple(imports)))
     return tuple(findings)
-
-
-class Readable(Protocol):
-    """A file that a format can read."""
-
-    @property
-    def name(self) -> str:
-        """Path or URL, for messages."""
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return exactly `nbytes` bytes; raise `FormatError` if the range exceeds the file."""
-
-    def sibling(self, name: str) -> Readable:
-        """Open a file in the same folder, or raise `FileNotFoundError`."""
-
-    def folders(self) -> tuple[str, ...]:
-        """Return the names of the folders next to the file; none if they cannot be listed."""
 
 
 @dataclass(frozen=True, slots=True)

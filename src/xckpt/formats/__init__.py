@@ -21,7 +21,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from xckpt.errors import FormatError, UnsupportedError, shown, warn
-from xckpt.index import Index, Readable
+from xckpt.readable import Readable
 
 if TYPE_CHECKING:
     import re
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from xckpt.formats.foreign import Foreign
     from xckpt.formats.plan import Draft, Plan, WantedTensor
+    from xckpt.index import Index
 
 __all__ = [
     "CONTRACT",

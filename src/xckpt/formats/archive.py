@@ -31,10 +31,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.plan import LiteralBytes, Plan, PlannedPart, WantedPart, Written
-from xckpt.index import Part, Readable
+from xckpt.index import Part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from xckpt.readable import Readable
 
 
 STORED, DEFLATED = 0, 8

@@ -13,7 +13,7 @@ from xckpt.formats.pickles.scanning import COMPRESSED, scan, tar_members
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from xckpt.index import Readable
+    from xckpt.readable import Readable
 
 _LONGEST_SHOWN = 80
 _STEP = 1 << 16  # bytes of an archive that are decompressed

@@ -24,13 +24,14 @@ from xckpt.errors import (
     UnsupportedError,
     shown,
 )
-from xckpt.index import DEEPEST_ATTRS, Arrangement, Index, Readable, Shard, Tensor, is_json
+from xckpt.index import DEEPEST_ATTRS, Arrangement, Index, Shard, Tensor, is_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from struct import Struct
 
     from xckpt.formats.plan import Draft, WantedTensor
+    from xckpt.readable import Readable
 
 _Entry = TypeVar("_Entry")
 _Value = TypeVar("_Value")

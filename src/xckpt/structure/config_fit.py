@@ -49,6 +49,8 @@ class ConfigFit:
     corrections: list[str] = field(default_factory=list)
     #: Differences without a certain value.
     problems: list[str] = field(default_factory=list)
+    #: Names of the model's code that no tensor has, although all shapes are there.
+    renamed: str = ""
     #: Weights of the model that are missing.
     missing: list[str] = field(default_factory=list)
     #: Whether the vocabulary lost rows, has another number of rows, or has them in another order.
@@ -247,7 +249,7 @@ def _missing(
         names = {_without_prefix(name, fit.config) for name in new}
         renamed = [name for name in missing if _without_prefix(name, fit.config) not in names]
         if renamed:
-            fit.problems.append(f"no tensor has the name {some(renamed, 'names', _SHOWN)} any more")
+            fit.renamed = f"no tensor has the name {some(renamed, 'names', _SHOWN)} any more"
         return []
     is_tied = fit.config.get(_TIED) is True
     weights = []

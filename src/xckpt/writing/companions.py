@@ -376,7 +376,8 @@ def _reasons(fit: ConfigFit, names: Collection[str], count: int) -> dict[str, st
         total = counted(count, "tensor")
         reason = f"the file lacks {len(fit.missing)} of its {total}: {some(fit.missing, '', 3)}"
         return dict.fromkeys(names, reason)
-    reasons = dict.fromkeys((_CONFIG, *_OF_MODEL) if fit.problems else (), "; ".join(fit.problems))
+    problems = [*filter(None, [fit.renamed]), *fit.problems]
+    reasons = dict.fromkeys((_CONFIG, *_OF_MODEL) if problems else (), "; ".join(problems))
     if fit.has_fewer_tokens:
         reasons |= dict.fromkeys(_OF_TOKENIZER, "the vocabulary has fewer rows")
     elif fit.has_reordered_tokens:

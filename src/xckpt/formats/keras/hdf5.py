@@ -40,7 +40,8 @@ from xckpt.formats.keras.types import Element, decode_attribute, element
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xckpt.index import Part, Readable
+    from xckpt.index import Part
+    from xckpt.readable import Readable
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 NONE = (1 << 64) - 1

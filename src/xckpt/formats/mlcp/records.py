@@ -41,10 +41,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, PayloadMissingError, shown
 from xckpt.formats import kit
-from xckpt.index import Readable, Shard
+from xckpt.index import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from xckpt.readable import Readable
 
 
 #: Element types by data type, in the order of their numbers in metadata.

@@ -37,7 +37,7 @@ from xckpt.formats import kit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from xckpt.index import Readable
+    from xckpt.readable import Readable
 
 MAGIC = bytes.fromhex("0cdb3a2a")
 _NODE = bytes.fromhex("0cdb20de")

@@ -28,12 +28,13 @@ from xckpt.elements import ELEMENT_TYPES, NUMPY_CODES
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.chunks import clipped, missing
-from xckpt.index import Part, Readable, Tensor, span_of, strides_of
+from xckpt.index import Part, Tensor, span_of, strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from xckpt.formats.orbax.ocdbt import Value
+    from xckpt.readable import Readable
 
     Shape = tuple[int, ...]
 

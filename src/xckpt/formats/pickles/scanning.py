@@ -19,7 +19,7 @@ from xckpt.formats.pickles.records import Call, Persistent, dict_of, items_of, n
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from xckpt.index import Readable
+    from xckpt.readable import Readable
 
 LARGEST = 256 << 20  # bytes of a pickle
 # Archives in archives, pickles one after another, and decoded bytes of an archive in an archive.

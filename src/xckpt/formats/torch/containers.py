@@ -34,7 +34,7 @@ from xckpt.formats.torch.tensors import Region, Storage, itemsize_of, storage_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.index import Readable
+    from xckpt.readable import Readable
 
 PREVIEW = b"PYTORCH1"
 # Deflating reduces the pickle of a checkpoint to about a tenth. These limits stop bombs.

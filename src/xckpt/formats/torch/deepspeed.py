@@ -35,10 +35,12 @@ from xckpt.formats.pickles.records import Call, Pairs, dict_of, key_text, sizes_
 from xckpt.formats.torch import containers
 from xckpt.formats.torch.objects import ObjectWalk, mapping_of
 from xckpt.formats.torch.tensors import Tensors
-from xckpt.index import Index, Part, Readable, Shard, Tensor, runs_of
+from xckpt.index import Index, Part, Shard, Tensor, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from xckpt.readable import Readable
 
     Shapes = dict[str, tuple[int, ...]]
     # The flat vectors of each rank, by group.

@@ -30,10 +30,12 @@ from xckpt.formats.pickles.records import Call, Global, Pairs, key_text, sizes_o
 from xckpt.formats.torch.containers import read_zip
 from xckpt.formats.torch.objects import ObjectWalk, with_parameters
 from xckpt.formats.torch.tensors import Region, Tensors, dtype_named, element_named, in_elements
-from xckpt.index import Index, Readable, Shard, Tensor, is_file_name
+from xckpt.index import Index, Shard, Tensor, is_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from xckpt.readable import Readable
 
     # First element, and extents.
     _Block = tuple[tuple[int, ...], tuple[int, ...]]

@@ -30,10 +30,12 @@ from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
 from xckpt.formats.plan import Draft, LiteralBytes, Plan, WantedTensor, Written, by_source
 from xckpt.formats.ztensor import manifest
-from xckpt.index import Index, Part, Readable, Tensor
+from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from xckpt.readable import Readable
 
 
 MAGIC_0, MAGIC = b"ZTEN0001", b"ZTEN1000"

@@ -27,10 +27,12 @@ from xckpt.formats.kit import mapping, mistyped, number
 from xckpt.formats.plan import Draft, LiteralBytes, Plan, WantedTensor, Written
 from xckpt.formats.ztensor import manifest
 from xckpt.formats.ztensor.quantized import READERS, check_gguf, quantized_layout
-from xckpt.index import Index, Layout, Part, Readable, Shard, Tensor
+from xckpt.index import Index, Layout, Part, Shard, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from xckpt.readable import Readable
 
 
 MAGIC = b"\x89ZT2\r\n\x1a\n"
