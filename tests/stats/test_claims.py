@@ -224,6 +224,25 @@ def test_an_offset_is_known_in_one_direction_only(
     assert {back[name] for name in back if "norm" in name} == {outcome}
 
 
+def test_equal_elements_without_the_offset_of_their_siblings_differ(tmp_path: Path) -> None:
+    gguf: Any = pytest.importorskip("gguf")
+    ours = {
+        name: np.zeros_like(x) if "input_layernorm" in name else x
+        for name, x in llama(layers=6, centre=0.0).items()
+    }
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "gemma")
+    for name, values in in_gguf(ours).items():
+        is_moved = "norm" in name and name != "blk.4.attn_norm.weight"
+        writer.add_tensor(name, values + F32(1) if is_moved else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    outcomes = explained(ours, tmp_path / "b.gguf")
+    norms = {name for name in ours if "norm" in name and outcomes[name] != "explained"}
+    assert norms == {"model.layers.4.input_layernorm.weight"}
+
+
 @pytest.mark.parametrize(("heads", "outcome"), [(HEADS, "explained"), (HEADS // 2, "changed")])
 def test_rows_are_permuted_for_the_stated_heads(heads: int, outcome: str, tmp_path: Path) -> None:
     gguf: Any = pytest.importorskip("gguf")

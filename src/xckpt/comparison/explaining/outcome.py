@@ -162,7 +162,8 @@ class Explanation:
     def layout(self) -> tuple[str, ...]:
         """The changes that siblings have in common, in contrast to rounding."""
         offset = f"{self.offset:+.9g}" if self.offset else ""
-        steps = [step.words if step.cause == "transposed" else step.done for step in self.steps]
+        of_order = () if self.is_constant else self.steps
+        steps = [step.words if step.cause == "transposed" else step.done for step in of_order]
         return (*steps, offset, *self.joint)
 
     @property
@@ -173,7 +174,7 @@ class Explanation:
     @property
     def has_layout(self) -> bool:
         """True if the tensor is explained by itself, and not as a part of another tensor."""
-        return self.verified and not self.is_part and not self.is_constant
+        return self.verified and not self.is_part
 
     @property
     def outcome(self) -> Outcome:

@@ -112,9 +112,10 @@ def unlike_siblings(
         suspects: list[_Suspect] = []
         for members in groups.values():
             explained = [n for n in siblings.explained(members) if n not in judged]
-            if len(explained) >= _FEWEST_SIBLINGS:
+            showing = [n for n in explained if _shows_layout(explanations[n])]
+            if len(showing) >= _FEWEST_SIBLINGS:
                 judged.update(explained)
-                suspects += _suspects(explained, explanations)
+                suspects += _suspects(explained, showing, explanations)
             if forms_of is not _convolution:
                 unlike |= _alone(siblings, members, of_case)
         checkable = [s for s in suspects if not s.usual.joint]
@@ -190,7 +191,8 @@ def unlike_few_siblings(
     siblings = _Siblings(cases, explanations)
     suspects = []
     for members in siblings.groups(places, _template).values():
-        alone = [n for n in siblings.explained(members) if not explanations[n].joint]
+        explained = [n for n in siblings.explained(members) if not explanations[n].is_constant]
+        alone = [n for n in explained if not explanations[n].joint]
         layouts = {n: replace(explanations[n], offset=None).layout for n in alone}
         counts = Counter(layouts.values())
         if len(counts) > 1 and len(alone) < _FEWEST_SIBLINGS:
@@ -216,13 +218,22 @@ class _Suspect(NamedTuple):
     siblings: int
 
 
-def _suspects(members: Sequence[int], explanations: Mapping[int, Explanation]) -> list[_Suspect]:
-    layouts = Counter([explanations[n].layout for n in members])
+def _shows_layout(explanation: Explanation) -> bool:
+    """Return whether equal elements, which any order explains, were at least given an offset."""
+    return not explanation.is_constant or bool(explanation.offset)
+
+
+def _suspects(
+    members: Sequence[int], showing: Sequence[int], explanations: Mapping[int, Explanation]
+) -> list[_Suspect]:
+    """Return the members unlike most of those that show a layout."""
+    layouts = Counter([explanations[n].layout for n in showing])
     layout, count = layouts.most_common(1)[0]
-    if 2 * count <= len(members):
+    if 2 * count <= len(showing):
         return []
-    usual = next(explanations[n] for n in members if explanations[n].layout == layout)
-    return [_Suspect(n, usual, count) for n in members if explanations[n].layout != layout]
+    usual = next(explanations[n] for n in showing if explanations[n].layout == layout)
+    suspects = members if usual.offset and not usual.joint else showing
+    return [_Suspect(n, usual, count) for n in suspects if explanations[n].layout != layout]
 
 
 def _accused(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
