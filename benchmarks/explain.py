@@ -32,7 +32,7 @@ SPARSE, CORNER = 16384, 1024
 
 #: Of causes that explain nothing.
 _OUTCOMES = dict.fromkeys(
-    ("offset", "scaled", "rows_permuted", "pruned", "low_rank", "changed", "cut"), "changed"
+    ("offset", "scaled", "rows_permuted", "pruned", "low_rank", "unknown", "cut"), "changed"
 ) | dict.fromkeys(("only_a", "only_b"), "unmatched")
 
 
@@ -62,8 +62,8 @@ def _in_place(new: Any, n: int) -> Iterator[tuple[str, Array, Array]]:
     yield "pruned", (x := new(n, n)), np.where(rng.random((n, n)) < 0.5, F32(0), x)
     yield "low_rank", (x := new(n, n)), x + new(n, 8) @ new(8, n)
     yield "quantised", (x := new(n, n)), _quantised(x)
-    yield "changed", new(n, n), new(n, n)
-    yield "changed.tuned", (x := new(n, n)), x + F32(0.01) * new(n, n)
+    yield "unknown", new(n, n), new(n, n)
+    yield "unknown.tuned", (x := new(n, n)), x + F32(0.01) * new(n, n)
 
 
 def _every_cause(n: int) -> Iterator[tuple[Made, Made]]:
