@@ -405,6 +405,23 @@ class TestResults:
             ((make() + make()) / 2).compute().ckpt.save("out/")
         assert names("out") == ["model.safetensors"]
 
+    @pytest.mark.parametrize("kind", ["zarr", "netcdf"])
+    @pytest.mark.filterwarnings("ignore:Consolidated metadata", "ignore:.*became JSON text")
+    def test_a_stack_whose_record_is_lost_has_no_config(self, kind: str) -> None:
+        plain = xckpt.open("a", stack=True).ckpt.plain()
+        engine: Any = pytest.importorskip({"netcdf": "h5netcdf"}.get(kind, kind)).__name__
+        if kind == "zarr":
+            plain.to_zarr("stacked")
+        else:
+            plain.to_netcdf("stacked", engine=engine)
+        stored = xr.open_dataset("stacked", engine=engine, chunks={})
+        text = r"not written, as layer 3: no tensor has the name of a layer.*unstack"
+        with pytest.warns(CheckpointWarning, match=text):
+            stored.ckpt.save("out/")
+        assert names("out") == ["model.safetensors"]
+        with pytest.warns(CheckpointWarning, match="no record of the stack along 'layers'"):
+            stored.ckpt.unstack()
+
     def test_a_model_without_any_config_is_a_warning(self) -> None:
         xckpt.save(llama(0), "plain.zt")
         for source in ("plain.zt", llama(0)):

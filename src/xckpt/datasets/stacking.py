@@ -24,13 +24,14 @@ from xckpt.datasets.stack_records import (
     StackMember,
     StackMembers,
     StackRecord,
+    is_made_by_stacking,
     record_stack,
     stack_of,
     unstacked_variables,
 )
 from xckpt.datasets.tensors import Flat, Obj, OpenTensors, flatten, rebuild
 from xckpt.datasets.variables import LazyVariable
-from xckpt.errors import shown
+from xckpt.errors import shown, warn
 from xckpt.labels import tree_paths
 from xckpt.labels.grids import Stack, find_stacks, stack_attrs
 from xckpt.structure.numbering import (
@@ -46,6 +47,10 @@ from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
+_NO_RECORD = (
+    "no record of the stack along {} is left, as zarr and netCDF do not keep it (unstack the "
+    "checkpoint before it is written)"
+)
 # Keys of the encoding that all members of a stack have in common.
 _COMMON = ("layout", "stored_dtype", "stored_order", "part", "declared")
 
@@ -73,6 +78,8 @@ def unstack_modules(obj: Obj) -> Obj:
     """Turn every stacked tensor into a separate variable again."""
     flat = flatten(obj)
     if not any(map(stack_of, flat.variables.values())):
+        if dims := _lost_dims(flat):
+            warn(f"nothing is unstacked: {_NO_RECORD.format(', '.join(map(repr, dims)))}")
         copied: Obj = rebuild(obj, flat)
         return copied
     order = obj.encoding.get("flat_order", ())
@@ -87,6 +94,22 @@ def unstack_modules(obj: Obj) -> Obj:
     for key in ("flat_order", "dropped_attrs"):
         result.encoding.pop(key, None)
     return result
+
+
+def _lost_dims(flat: Flat) -> list[str]:
+    """Return dimensions with the name of a module and its numbers, which stacking did not make."""
+    coords = {name: coord for of_node in flat.coords.values() for name, coord in of_node.items()}
+    dims = {
+        str(dim): None
+        for name, variable in flat.variables.items()
+        for dim in variable.dims
+        if dim in coords and str(dim) in str(name).split(".")[:-1]
+    }
+    return [
+        dim
+        for dim in dims
+        if coords[dim].dtype.kind in "iu" and not is_made_by_stacking(coords[dim])
+    ]
 
 
 # --- numbers of modules --------------------------------------------------------------------------

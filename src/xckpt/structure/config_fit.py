@@ -28,6 +28,10 @@ __all__ = ["ConfigFit", "check_config", "fit_config", "fit_quantization"]
 
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
+_NO_LAYERS = (
+    "no tensor has the name of a layer, as names in a stack from zarr or netCDF have no numbers "
+    "(save the checkpoint as it was opened, or .ckpt.unstack() it before to_zarr)"
+)
 _SHOWN = 3
 _TIED = "tie_word_embeddings"
 # Wrappers, and usual prefixes of a base model, in their order.
@@ -74,6 +78,8 @@ def check_config(config: Mapping[str, Any], tensors: Sequence[Described]) -> Con
             extents[axis or ""].add(extent)
     if layers:
         extents["layer"] = {len(layers)}
+    elif "layer" in stated and "layer" not in extents:
+        fit.problems.append(f"layer {stated['layer']}: {_NO_LAYERS}")
     for axis, sizes in extents.items():
         factors = [stated[name] for name in axis.split("*") if name in stated]
         if len(factors) == axis.count("*") + 1 and sizes != {prod(factors)}:

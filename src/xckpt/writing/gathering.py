@@ -142,7 +142,8 @@ def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
     obj = _as_dataset(obj)
     tensors, coords = listed(obj, fitting.changes, format)
     payloads = [tensor.payload() for tensor in tensors]
-    opened = OpenTensors(obj).source
+    # xarray states the source of netCDF and zarr, which are no checkpoints, too.
+    opened = of_object.source if (of_object := OpenTensors(obj)).format else ""
     fitting.require_readable(len(payloads), opened)
     modules: dict[str, Any] = {}
     if isinstance(obj, xr.DataTree):
