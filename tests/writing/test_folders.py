@@ -473,6 +473,48 @@ class TestResults:
             ).ckpt.save("more/")
         assert "tokenizer.json" in names("more")
 
+    @pytest.mark.parametrize(
+        "move",
+        [
+            lambda ds: ds.roll(vocab=1),
+            lambda ds: ds.shift(vocab=1, fill_value=0),
+            lambda ds: ds.drop_isel(vocab=[7]).pad(vocab=(0, 1)),
+            lambda ds: ds.pad(vocab=(4, 0), constant_values=0),
+            lambda ds: xr.concat(
+                [ds.isel(vocab=slice(10, None)), ds.isel(vocab=slice(10))],
+                "vocab", data_vars="minimal",
+            ),
+            lambda ds: (ds.roll(vocab=2) + xckpt.open("b")) / 2,
+            lambda ds: ds.map(lambda tensor: xr.apply_ufunc(
+                lambda block: block[..., ::-1], tensor, dask="parallelized",
+                input_core_dims=[["vocab"]], output_core_dims=[["vocab"]],
+                output_dtypes=[tensor.dtype],
+            ).transpose(*tensor.dims) if "vocab" in tensor.dims else tensor),
+        ],
+        ids=["roll", "shift", "drop", "pad", "concat", "mean", "function"],
+    )  # fmt: skip
+    @pytest.mark.filterwarnings("ignore:.*NaN, unlike the sources")
+    def test_a_tokenizer_of_moved_rows_is_left_out(self, move: Any) -> None:
+        with pytest.warns(CheckpointWarning, match=r"vocabulary are in another.*tokenizer\.json"):
+            move(xckpt.open("a")).ckpt.save("out/")
+        assert "tokenizer.json" not in names("out")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda a, b: (a + b - 2 * a.mean()).fillna(0),
+            lambda a, b: a / np.sqrt((b**2).sum(skipna=False)),
+            lambda a, b: a.where(abs(b) > 1, 0),
+            lambda a, b: xr.concat([a, b], "model").mean("model"),
+            lambda a, b: a.ckpt.merge((b - a).isel(embd=slice(None, None, -1))),
+            lambda a, b: (a - b).clip(-1, 1) + a,
+        ],
+        ids=["centred", "norm", "where", "mean", "backwards", "clip"],
+    )
+    def test_a_tokenizer_of_rows_in_their_places_is_kept(self, change: Any) -> None:
+        change(*both()).ckpt.save("out/")
+        assert "tokenizer.json" in names("out")
+
     def test_tensors_of_another_type_than_the_config_are_named(self) -> None:
         Path("a/config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "float32"}))
         ds = xckpt.open("a")

@@ -18,6 +18,7 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate, chain, islice, pairwise, product, starmap
 from math import prod
+from operator import getitem
 from typing import TYPE_CHECKING, Any, cast
 
 import dask
@@ -167,6 +168,21 @@ def with_blocks(array: da.Array, change: Callable[[Any], Any]) -> da.Array:
             layers[name] = MaterializedLayer(tasks)
             dependencies |= {read: set(), name: {read}}
     graph = HighLevelGraph(layers, dependencies)
+    return _dask_array()(graph, array.name, array.chunks, meta=array._meta)  # noqa: SLF001
+
+
+def with_values(array: da.Array, values: Callable[[str, LazyArray, Any], Any]) -> da.Array:
+    """Return the array that is computed from other blocks of the lazy arrays; none is read."""
+    layers = dict(array.dask.layers)
+    for name, layer in array.dask.layers.items():
+        if isinstance(layer, TensorLayer):
+            slices = _slices(layer.chunks)
+            tasks = {
+                key: (partial(values, name, layer.lazy, tuple(map(getitem, slices, key[1:]))),)
+                for key in layer.get_output_keys()
+            }
+            layers[name] = MaterializedLayer(tasks)
+    graph = HighLevelGraph(layers, dict(array.dask.dependencies))
     return _dask_array()(graph, array.name, array.chunks, meta=array._meta)  # noqa: SLF001
 
 

@@ -18,8 +18,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from xckpt.arrays.dense import OnePartArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError, some
@@ -36,6 +34,7 @@ from xckpt.structure.facts import declarations_in, is_gguf, model_facts, sizes_s
 from xckpt.structure.info import Described, Role
 from xckpt.structure.model import Structure
 from xckpt.writing.payloads import Gathered, source_files
+from xckpt.writing.vocabulary import are_rows_moved
 
 if TYPE_CHECKING:
     from xckpt.formats.plan import WantedTensor
@@ -216,27 +215,10 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     changes.add_all(_CONTRADICTED_ATTRS, fit.problems)
     if _TOKENS in attrs and fit.has_other_tokens:
         changes.add(_OTHER_TOKENS, f"{_TOKENS}: {len(attrs[_TOKENS])}")
-    if _TOKENS in attrs and _are_reordered(payloads, after):
+    if _TOKENS in attrs and are_rows_moved(payloads, after):
         changes.add(f"{_REORDERED} than in", _TOKENS)
     new = {key: value for key, value in fit.config.items() if key in stated}
     return gathered._replace(attrs={**attrs, **(new if is_flat else {"config": {**stated, **new}})})
-
-
-def _are_reordered(tensors: Iterable[WantedTensor], described: Sequence[Described]) -> bool:
-    """Return whether rows of a table of tokens were selected in another order."""
-    structure = Structure(described)
-    for tensor in tensors:
-        array = getattr(tensor, "data", {}).get("data")
-        if structure[tensor.name].slot not in {"token_embedding", "output"}:
-            continue
-        if hasattr(array, "dask"):
-            from xckpt.arrays.graph import selections_in
-
-            for selection in chain.from_iterable(selections_in(array).values()):
-                in_order = range(len(selection.positions))
-                if selection.dim == "vocab" and len(in_order) in tensor.shape:
-                    return not np.array_equal(selection.positions, in_order)
-    return False
 
 
 class Companions(NamedTuple):
@@ -274,7 +256,8 @@ def companions_of(
         return Companions({})  # such as updates, which describe another model
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
     fit_quantization(fit, dense, is_quantized=is_quantized)
-    fit.has_reordered_tokens = _are_reordered(tensors.values(), after)
+    if not files.keys().isdisjoint(_OF_TOKENIZER):
+        fit.has_reordered_tokens = are_rows_moved(tensors.values(), after)
     dropped = _reasons(fit, [*files, *stated], len(before))
     new = parsed | stated | ({_CONFIG: _with_types(fit.config, after)} if config else {})
     contents: dict[str, bytes | Path] = {}

@@ -1,0 +1,129 @@
+"""Order of the rows of a vocabulary, which a tokenizer numbers."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.arrays.graph import is_computed, lazies_in, selections_in, with_values
+from xckpt.arrays.keys import compose, result_shape, take, whole
+from xckpt.arrays.lazy import LazyArray, SlicedArray
+from xckpt.structure import Structure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from xckpt.formats.plan import WantedTensor
+    from xckpt.structure.info import Described
+    from xckpt.typing import Array
+
+__all__ = ["are_rows_moved"]
+
+_TABLES = frozenset({"token_embedding", "output"})
+_ROWS = "vocab"
+# Larger tables are computed in part.
+_WHOLE_NBYTES = 64 << 20
+
+
+def are_rows_moved(tensors: Iterable[WantedTensor], described: Sequence[Described]) -> bool:
+    """Return whether rows of a computed table of tokens are those of other tokens."""
+    structure = Structure(described)
+    for tensor in tensors:
+        array = getattr(tensor, "data", {}).get("data")
+        info = structure[tensor.name]
+        if info.slot not in _TABLES or not hasattr(array, "dask"):
+            continue
+        if _are_selected(array, tensor.shape):
+            return True
+        if is_computed(array) and _ROWS in info.axes and array.size:
+            return _are_moved(array, info.axes.index(_ROWS))
+    return False
+
+
+def _are_selected(array: Any, shape: Sequence[int]) -> bool:
+    """Return whether rows were selected in another order."""
+    for selection in chain.from_iterable(selections_in(array).values()):
+        in_order = range(len(selection.positions))
+        if selection.dim == _ROWS and len(in_order) in shape:
+            return not np.array_equal(selection.positions, in_order)
+    return False
+
+
+def _are_moved(array: Any, axis: int) -> bool:
+    """Return whether a stored row becomes another row of a computed table, and not the same."""
+    tables = {
+        name: table
+        for name, lazy in lazies_in(array).items()
+        if (table := _Table.of(lazy, axis, array.ndim)) is not None
+    }
+    files = {table.base.source.name for table in tables.values()}
+    blocks = [...]
+    if array.nbytes * len(files) > _WHOLE_NBYTES:
+        count = array.numblocks[axis]
+        blocks = [(slice(None),) * axis + (n,) for n in sorted({0, count // 2, count - 1})]
+    for file in files:
+        of_file = {name: t for name, t in tables.items() if t.base.source.name == file}
+        count = min(table.count for table in of_file.values())
+        marked = with_values(array, partial(_marks, of_file))
+        starts = np.cumsum([0, *array.chunks[axis]])
+        for block in blocks:
+            first = 0 if block is ... else int(starts[block[axis]])
+            is_marked = _is_marked(count)[first:]
+            if _are_elsewhere(marked.blocks[block], axis, is_marked):
+                return True
+    return False
+
+
+def _are_elsewhere(block: Any, axis: int, is_marked: Array) -> bool:
+    """Return whether marks are in other rows, and not in theirs."""
+    # Sums over all rows have NaN in all of them, and functions that replace it in none.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            values = np.asarray(block.compute())
+        except (ArithmeticError, TypeError, ValueError):  # a function that does not take others
+            return False
+        is_nan = np.isnan(values).any(axis=tuple(n for n in range(values.ndim) if n != axis))
+    pairs = list(zip(is_nan.tolist(), is_marked.tolist(), strict=False))
+    return (True, False) in pairs and (False, True) in pairs
+
+
+class _Table(NamedTuple):
+    """A lazy array that is, or is selected from, a stored table."""
+
+    base: LazyArray
+    within: tuple[Any, ...]
+    axis: int  # of the rows
+    count: int  # of rows
+
+    @classmethod
+    def of(cls, lazy: LazyArray, axis: int, ndim: int) -> _Table | None:
+        """Return the table of a result with the same axes; None for others."""
+        base, within = lazy, whole(lazy.shape)
+        if isinstance(lazy, SlicedArray):
+            base, within = lazy.base, lazy.key
+        tensor = next((origin.tensor for origin in lazy.tensor_origins), None)
+        if tensor is None or len(tensor.shape) != ndim or lazy.dtype.kind != "f":
+            return None
+        count, axis = tensor.shape[axis], axis + base.ndim - ndim  # of a stack
+        return cls(base, within, axis, count) if base.shape[axis] == count else None
+
+
+def _marks(tables: Mapping[str, _Table], name: str, lazy: LazyArray, key: Any) -> Array:
+    """Return ones, and NaN in half of the rows of some tables."""
+    ones = np.ones(result_shape(lazy.shape, key), lazy.dtype)
+    if name not in tables:
+        return ones
+    base, within, axis, count = tables[name]
+    rows = np.where(_is_marked(count), np.nan, 1).astype(lazy.dtype)
+    rows = rows.reshape([-1 if n == axis else 1 for n in range(base.ndim)])
+    marked: Array = ones * take(np.broadcast_to(rows, base.shape), compose(within, key))
+    return marked
+
+
+def _is_marked(count: int) -> Array:
+    return np.random.default_rng(0).random(count) < 0.5
