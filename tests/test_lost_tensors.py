@@ -169,6 +169,18 @@ def test_layers_that_only_one_stack_has_are_named(chosen: slice, tmp_path: Path)
     assert "2 of 7 tensors of base.safetensors missing" in repr(ds.ckpt)
 
 
+def test_repeated_layers_that_only_one_side_has_are_named(tmp_path: Path) -> None:
+    a, b = (opened(tmp_path / f"{name}.safetensors", ALL, stack=True) for name in "ab")
+    deep, other = (
+        ds.isel(layers=[0, 1, 2, 1, 2]).assign_coords(layers=range(5)) for ds in (a, b)
+    )
+    (text,) = warnings_of((deep + b) / 2, tmp_path / "mean.safetensors")
+    assert "4 repeated tensors of a.safetensors missing, as arithmetic keeps the numbers" in text
+    assert f"'{UP[1]} at position 3 of layers'" in text
+    assert warnings_of((deep + other) / 2, tmp_path / "same.safetensors") == []
+    assert warnings_of(deep.isel(layers=[0, 1, 2]), tmp_path / "chosen.safetensors") == []
+
+
 def test_layers_that_the_user_left_out_are_no_loss(tmp_path: Path) -> None:
     path = tmp_path / "new.safetensors"
     base = opened(tmp_path / "base.safetensors", ALL, stack=True)

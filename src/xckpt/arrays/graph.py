@@ -145,6 +145,26 @@ def left_out_of(array: Any) -> list[Selection]:
     ]
 
 
+def repeats_left_out_of(array: Any) -> Iterator[tuple[LazyArray, Selection, list[int]]]:
+    """Yield lazy arrays with selections that repeat parts of them, and the parts left out since.
+
+    Alignment left out these parts, which are numbers of positions of the selection.
+    """
+    selections = selections_in(array)
+    for name, of_layer in selections.items():
+        for alignment in of_layer:
+            if not (alignment.is_aligned and alignment.left_out):
+                continue
+            before = _layers_before(array.dask, name)
+            lazies = [lazy for n, lazy in lazies_in(array).items() if n in before]
+            for chosen in chain.from_iterable(selections[n] for n in before & selections.keys()):
+                positions = np.asarray(chosen.positions)
+                is_same = chosen.dim == alignment.dim and positions.size == alignment.size
+                is_repeated = is_same and len({*positions.tolist()}) < positions.size
+                if is_repeated and len(lazies) == 1:
+                    yield lazies[0], chosen, alignment.left_out
+
+
 def _layers_before(graph: Any, name: str) -> set[str]:
     """Return the layers that a layer of a graph depends on."""
     names: set[str] = set()

@@ -13,7 +13,7 @@ from collections import defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.arrays.graph import Selection, lazies_in, lazy_of, left_out_of
+from xckpt.arrays.graph import Selection, lazies_in, lazy_of, left_out_of, repeats_left_out_of
 from xckpt.arrays.keys import normalize
 from xckpt.datasets.stack_records import marks_of, remaining_indices
 from xckpt.formatting import base_name, counted
@@ -21,9 +21,9 @@ from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from xckpt.arrays.lazy import LazyArray, Opened
+    from xckpt.arrays.lazy import LazyArray, Opened, Origin
     from xckpt.datasets.tensors import OpenTensors
 
 __all__ = ["IN_MEMORY", "Loss", "SourceShapes", "losses"]
@@ -41,6 +41,10 @@ _OTHER_NUMBERS = (
     "(give it the coordinate of the checkpoint: {dim}=ds[{dim!r}]; "
     "xr.set_options(arithmetic_join='exact') raises an error instead)"
 )
+_ONE_REPEATED = (
+    "as arithmetic keeps the numbers of {dim} that both sides have, and only one side has these "
+    "(repeat those of the other, too)"
+)
 _ONE_STACKED = (
     "as one side has them stacked along {dim}, and the other one by one (.ckpt.stack() of the "
     "other, or .ckpt.unstack() of the first, keeps them)"
@@ -51,14 +55,16 @@ class Loss(NamedTuple):
     """Tensors of an opened checkpoint that a result lacks."""
 
     source: str
-    #: Number of tensors that were opened.
+    #: Number of tensors that were opened; 0 for copies of them.
     opened: int
     names: list[str]
     reason: str = _ONE_SIDE
 
     def __str__(self) -> str:
-        tensors = f"{len(self.names)} of {counted(self.opened, 'tensor')} of {self.source}"
-        return f"{tensors} missing, {self.reason}"
+        count = f"{len(self.names)} of {counted(self.opened, 'tensor')}"
+        if not self.opened:
+            count = counted(len(self.names), "repeated tensor")
+        return f"{count} of {self.source} missing, {self.reason}"
 
 
 class _Uses:
@@ -75,6 +81,8 @@ class _Uses:
         self.in_memory: list[frozenset[str]] = []
         # Members of stacks that alignment left out, by dimension; for each variable with stacks.
         self.left_out: dict[Opened, list[dict[str, set[str]]]] = defaultdict(list)
+        # Names of repeated members that alignment left out, by dimension and checkpoint.
+        self.repeats: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         self._by_layer: dict[str, set[Opened]] = {}
 
     def add(self, array: Any) -> None:
@@ -91,6 +99,13 @@ class _Uses:
                 lost = {entry.dim: _members_at(lazy, entry) for entry in alignments}
                 for checkpoint in self._by_layer[name]:
                     self.left_out[checkpoint].append(lost)
+        for lazy, chosen, left_out in repeats_left_out_of(array):
+            for number in left_out:
+                position = int(chosen.positions[number])
+                for origin in _parts_at(lazy, chosen.size, [position]):
+                    name = f"{origin.tensor.name} at position {number} of {chosen.dim}"
+                    if origin.opened is not None:
+                        self.repeats[origin.opened.source, chosen.dim][name] = None
         self.needs.append(opened)
         layers = {} if lazy_of(array) is not None else array.dask.layers
         self.in_memory.append(
@@ -126,13 +141,19 @@ class _Uses:
 
 def _members_at(lazy: LazyArray, alignment: Selection) -> set[str]:
     """Return the tensors at positions of a stack; all of them if it was selected from before."""
-    axis = next((n for n, size in enumerate(lazy.shape) if size == alignment.size), None)
+    return {o.tensor.name for o in _parts_at(lazy, alignment.size, alignment.left_out)}
+
+
+def _parts_at(lazy: LazyArray, size: int, positions: Iterable[int]) -> Iterator[Origin]:
+    """Yield the tensors at positions of the axis of a size; all tensors without such an axis."""
+    axis = next((n for n, length in enumerate(lazy.shape) if length == size), None)
     selected = [lazy]
     if axis is not None:
         before = (slice(None),) * axis
-        keys = [(*before, slice(n, n + 1), ...) for n in alignment.left_out]
+        keys = [(*before, slice(n, n + 1), ...) for n in positions]
         selected = [lazy.sliced(normalize(key, lazy.shape)) for key in keys]
-    return {origin.tensor.name for part in selected for origin in part.tensor_origins}
+    for part in selected:
+        yield from part.tensor_origins
 
 
 def _broadcasts(layer: Mapping[Any, Any], array: Any) -> bool:
@@ -151,7 +172,11 @@ def losses(tensors: OpenTensors) -> list[Loss]:
         uses.add(data_of(variable))
     names = {row.name for row in tensors.rows}
     in_result = {opened: _in_result(opened, read, names) for opened, read in uses.tensors.items()}
-    result = [*_unaligned(uses, names), *_stacked_on_one_side(tensors, uses, in_result)]
+    repeated = [
+        Loss(base_name(source), 0, list(missing), _ONE_REPEATED.format(dim=dim))
+        for (source, dim), missing in uses.repeats.items()
+    ]
+    result = [*repeated, *_unaligned(uses, names), *_stacked_on_one_side(tensors, uses, in_result)]
     reported = {name for loss in result for name in loss.names}
     for opened, stored_names in in_result.items():
         missing: dict[str, None] = {}
