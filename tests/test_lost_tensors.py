@@ -171,9 +171,7 @@ def test_layers_that_only_one_stack_has_are_named(chosen: slice, tmp_path: Path)
 
 def test_repeated_layers_that_only_one_side_has_are_named(tmp_path: Path) -> None:
     a, b = (opened(tmp_path / f"{name}.safetensors", ALL, stack=True) for name in "ab")
-    deep, other = (
-        ds.isel(layers=[0, 1, 2, 1, 2]).assign_coords(layers=range(5)) for ds in (a, b)
-    )
+    deep, other = (ds.isel(layers=[0, 1, 2, 1, 2]).assign_coords(layers=range(5)) for ds in (a, b))
     (text,) = warnings_of((deep + b) / 2, tmp_path / "mean.safetensors")
     assert "4 repeated tensors of a.safetensors missing, as arithmetic keeps the numbers" in text
     assert f"'{UP[1]} at position 3 of layers'" in text
@@ -318,6 +316,16 @@ def test_names_without_a_common_one_are_a_warning(base: xr.Dataset, tmp_path: Pa
     other = opened(tmp_path / "other.safetensors", ["transformer.wte.weight"])
     with pytest.warns(CheckpointWarning, match="no tensors; arithmetic keeps only those that both"):
         (base + other).ckpt.save(tmp_path / "new.safetensors")
+
+
+def test_models_without_a_common_name_are_an_error(base: xr.Dataset, tmp_path: Path) -> None:
+    nothing = base + opened(tmp_path / "other.safetensors", ["transformer.wte.weight"])
+    config = {"config": {"hidden_size": 4, "num_hidden_layers": 3}}
+    for ds, place in ((nothing, "new/"), (nothing.assign_attrs(config), "new.safetensors")):
+        with pytest.raises(ValueError, match="arithmetic keeps only those whose names both sides"):
+            ds.ckpt.save(f"{tmp_path}/{place}")
+    assert not (tmp_path / "new.safetensors").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_summary_of_a_result_names_the_loss(base: xr.Dataset, some: xr.Dataset) -> None:

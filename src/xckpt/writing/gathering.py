@@ -36,6 +36,7 @@ from xckpt.labels import AxisNamer, explicit_name
 from xckpt.opening import open_index
 from xckpt.structure import Structure
 from xckpt.structure.dims import infer_dims
+from xckpt.structure.facts import model_facts
 from xckpt.structure.info import PARAMETERS, Described, Role
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of, is_in_memory
 from xckpt.writing.payloads import Gathered, Payload, Unchanged
@@ -65,6 +66,12 @@ _TURNED = "axes in another order than in the model, as after vector * matrix; th
 _BROADCAST = (
     "more axes than in their sources, as dimensions with other names broadcast "
     "(ds.assign((ds[names] * weights).data_vars) changes some tensors, and keeps the others)"
+)
+_NO_COMMON = (
+    "the Dataset has no tensors: arithmetic keeps only those whose names both sides have, and "
+    "these have none in common, as llama.cpp and transformers name them differently "
+    "(xckpt.compare(a, b) shows which belong together, and a.rename({old: new}) gives one another "
+    "name)"
 )
 _NO_NUMBERS = (
     "stacks written as one tensor, as the coordinate with their numbers was dropped or replaced "
@@ -120,7 +127,7 @@ class Computed(NamedTuple):
         )
 
 
-def note_losses(obj: Any, changes: Changes) -> None:
+def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
     """Note tensors that arithmetic left out, scaled factors, and a Dataset without any tensor."""
     if not isinstance(obj, xr.Dataset | xr.DataTree):  # the user named each tensor
         return
@@ -133,6 +140,8 @@ def note_losses(obj: Any, changes: Changes) -> None:
     was_opened = "format" in obj.encoding
     has_tensors = bool(tensors.variables or tensors.coord_tensors(()))
     if isinstance(obj, xr.Dataset) and not (was_opened or has_tensors):
+        if is_model or model_facts(obj.attrs).sizes:  # not attributes alone
+            raise ValueError(_NO_COMMON)
         change = "it has no tensors; arithmetic keeps only those that both sides have"
         changes.add(change, "Dataset")
 

@@ -142,10 +142,10 @@ def save(
     )
     from xckpt.writing.gathering import gather, note_losses, opened_as
 
-    note_losses(obj, fitting.changes)
+    target = Target.of(path, overwrite=overwrite, storage_options=storage_options)
+    note_losses(obj, fitting.changes, is_model=target.is_folder)
     format = fitting.writer.name
     gathered = gather(obj, fitting, format)
-    target = Target.of(path, overwrite=overwrite, storage_options=storage_options)
     if not target.is_folder:
         gathered = fit_attributes(gathered, fitting.changes)
     job = plan_job(
