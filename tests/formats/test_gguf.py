@@ -310,6 +310,20 @@ class TestSaving:
             xckpt.save(ds, tmp_path / "m.gguf")
         assert read_index(tmp_path / "m.gguf").tensors["w"].dtype == "float32"
 
+    @pytest.mark.parametrize(("dtype", "code"), [(None, 0), ("float16", 1), ("bfloat16", 32)])
+    @pytest.mark.filterwarnings("ignore:.*(infinity or NaN|computed element)")
+    def test_values_have_the_file_type_of_their_elements(
+        self, dtype: str | None, code: int, tmp_path: Path
+    ) -> None:
+        ds = xckpt.open(block_file({"w": ("q8_0", (2, 64))}))
+        ds = ds.assign_attrs({"general.file_type": 7})
+        ds.ckpt.save(tmp_path / "same.gguf")
+        assert read_index(tmp_path / "same.gguf").attrs["general.file_type"] == 7
+        (ds * 2).ckpt.save(tmp_path / "new.gguf", dtype=dtype, cast="allow")
+        index = read_index(tmp_path / "new.gguf")
+        assert index.tensors["w"].dtype == (dtype or "float32")
+        assert index.attrs["general.file_type"] == code
+
     def test_parts_become_blocks_again(self, tmp_path: Path) -> None:
         file = block_file({"w": ("q4_k", (2, 512))})
         ds = xr.open_dataset(file, engine="gguf", decode=False)

@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
@@ -59,7 +60,7 @@ from xckpt.formats.plan import Draft, Plan, WantedTensor, place_parts
 from xckpt.index import FileSet, Index, Part, StoredList, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _MAGIC, _ALIGNMENT, _LONGEST_NAME, _MOST_WRITTEN_AXES = b"GGUF", 32, 64, 4
 # Longer lists stay in the file. Lists with a value for each layer are shorter.
@@ -68,6 +69,9 @@ _MOST_NESTED = 1 << 16
 _MOST_ALIKE = 16  # names that are equal after escaping
 _MOST_PADDING = 1 << 12  # bytes that are compared with zero
 _ALIGNED, _ARCHITECTURE = "general.alignment", "general.architecture"
+_FILE_TYPE = "general.file_type"
+# `llama_ftype` of llama.cpp, of files without blocks.
+_FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 _TEMPLATE = "tokenizer.chat_template"
 # The attribute of a tensor with the name of another tensor: a factor that is not applied yet.
 _SCALE = "scale_tensor"
@@ -96,7 +100,7 @@ class Gguf(Format):
     types = _TYPES
     states_its_files = True
     storage_attrs = (
-        *_SPLIT, "general.alignment", "general.file_type", "general.quantization_version", _SCALE,
+        *_SPLIT, "general.alignment", _FILE_TYPE, "general.quantization_version", _SCALE,
     )  # fmt: skip
     can = Can(
         # gguf-py divides the last axis of BF16, and fails for the whole file without an axis.
@@ -138,6 +142,8 @@ class Gguf(Format):
             raise UnsupportedError(reason, rule="Alignment", hint="Remove it from ds.attrs")
         attrs |= kit.arrangement_texts(draft, draft.tensors)
         tensors = draft.tensors.values()
+        if _FILE_TYPE in attrs:
+            attrs[_FILE_TYPE] = _file_type(attrs[_FILE_TYPE], tensors)
         padded = [kit.aligned(tensor.parts["data"].nbytes, alignment) for tensor in tensors]
         starts = [0, *accumulate(padded)]
         types = {**draft.attr_types, _ALIGNED: "uint32"}
@@ -189,6 +195,18 @@ def _unloadable(names: Iterable[str], attrs: Mapping[str, Any]) -> dict[str, lis
     if any(map(_OF_MODELS.fullmatch, names)):
         return {"missing in ds.attrs, and llama.cpp loads no model without it": [_ARCHITECTURE]}
     return {}
+
+
+def _file_type(stated: Any, tensors: Collection[WantedTensor]) -> Any:
+    """Return the type that a file states, or that of most elements if no tensor has the stated."""
+    sizes: Counter[int] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in BLOCK_TYPES:
+            return stated
+        if tensor.dtype in _FILE_TYPES:
+            sizes[_FILE_TYPES[tensor.dtype]] += prod(tensor.shape)
+    is_kept = type(stated) is not int or stated in sizes or not sizes
+    return stated if is_kept else sizes.most_common(1)[0][0]
 
 
 def _is_power(number: int) -> bool:
