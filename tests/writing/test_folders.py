@@ -337,6 +337,14 @@ class TestResults:
             other.ckpt.save("other/")
         assert names("other") == ["model.safetensors"]
 
+    def test_tensors_of_names_that_the_model_lacks_are_named(self) -> None:
+        a, b = both()
+        wrong = {"model.layers.0.mlp.upproj.weight": b[f"{UP}.weight"]}
+        text = r"tensors that a/ lacks, .*: 'model\.layers\.0\.mlp\.upproj\.weight'$"
+        with pytest.warns(CheckpointWarning, match=text):
+            a.assign(wrong).ckpt.save("out/")
+        assert "config.json" in names("out")
+
     def test_a_tied_head_is_not_missing(self) -> None:
         Path("a/config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": True}))
         xckpt.open("a").drop_vars(HEAD).ckpt.save("out/")

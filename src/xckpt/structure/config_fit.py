@@ -17,7 +17,7 @@ from xckpt.formatting import counted
 from xckpt.structure.facts import StatedSize, declarations_in, is_gguf, model_facts, sizes_stated_in
 from xckpt.structure.info import PARAMETERS, Described
 from xckpt.structure.model import Structure
-from xckpt.structure.numbering import parse_name, split_leaf
+from xckpt.structure.numbering import drop_indices, parse_name, split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -57,6 +57,8 @@ class ConfigFit:
     renamed: str = ""
     #: Weights of the model that are missing.
     missing: list[str] = field(default_factory=list)
+    #: Tensors that the model lacks, also under another number of a layer.
+    added: list[str] = field(default_factory=list)
     #: Whether the vocabulary lost rows, has another number of rows, or has them in another order.
     has_fewer_tokens: bool = False
     has_other_tokens: bool = False
@@ -103,6 +105,9 @@ def fit_config(
     old, new = ({tensor.name: tensor.shape for tensor in side} for side in (before, after))
     removed = _fit_layers(fit, sizes.get("layer"), structure, new)
     fit.missing = _missing(fit, structure, old, new, removed)
+    if not fit.renamed:
+        known = {_without_numbers(name, config) for name in old}
+        fit.added = [name for name in new if _without_numbers(name, config) not in known]
     _fit_axes(fit, sizes, structure, old, new)
     _fit_head(fit, Structure(after), old, sources)
     if fit.has_fewer_tokens and "vocab" in sizes:
@@ -272,6 +277,10 @@ def _without_prefix(name: str, config: Mapping[str, Any]) -> str:
     for prefix in (*_PREFIXES, f"{family}."):
         name = name.removeprefix(prefix)
     return name
+
+
+def _without_numbers(name: str, config: Mapping[str, Any]) -> str:
+    return drop_indices(parse_name(_without_prefix(name, config)).template)
 
 
 def _fit_axes(

@@ -65,6 +65,7 @@ _CORRECTED_ATTRS = "attributes have new values, as the tensors have"
 _CONTRADICTED_ATTRS = "attributes that the tensors contradict"
 _TOKENS = "tokenizer.ggml.tokens"
 _OTHER_TOKENS = "lists of the tokenizer stay as they are, which llama.cpp compares with the tables"
+_ADDED = "tensors that {}/ lacks, which libraries ignore or refuse"
 _REORDERED = "the rows of the vocabulary are in another order"
 _OTHER_TYPE = "of another type than {} of config.json, which transformers converts them to"
 _OF_ATTRS = "written from the attributes, without tokenizer, as no files are beside the tensors"
@@ -277,6 +278,7 @@ def companions_of(
     notes = _notes(origin, contents, files), _other_types(written or {}, before, after)
     for change, name in chain.from_iterable(notes):
         changes.add(change, name)
+    changes.add_all(_ADDED.format(place.name), fit.added if _CONFIG in files else ())
     _add_changes(changes, contents, fit, target)
     return Companions(contents)
 
