@@ -451,6 +451,21 @@ class TestResults:
             ((xckpt.open("lora") + xckpt.open("lora-2")) / 2).compute().ckpt.save("out/")
         assert names("out") == ["adapter_config.json", "adapter_model.safetensors"]
 
+    def test_values_of_configs_that_contradict_are_named(self) -> None:
+        other = {"num_attention_heads": 4, "rope_theta": 1e6, "transformers_version": "5"}
+        for name, values in {"a": {"rope_theta": 1e4}, "b": other}.items():
+            Path(name, "config.json").write_text(json.dumps(LLAMA | values))
+        text = (
+            r"from a/, .*: 'b/ num_attention_heads 4 \(2\)', 'b/ rope_theta 1000000.0 \(10000.0\)'$"
+        )
+        with pytest.warns(CheckpointWarning, match=text):
+            (total() / 2).ckpt.save("out/")
+        assert config("out") == LLAMA | {"rope_theta": 1e4}
+        Path("b/config.json").write_text(Path("a/config.json").read_text())
+        Path("b/tokenizer.json").write_text("[]")
+        with pytest.warns(CheckpointWarning, match=r"'b/ another tokenizer\.json'$"):
+            (total() / 2).ckpt.save("other/")
+
     def test_a_tokenizer_of_more_tokens_is_left_out(self) -> None:
         with pytest.warns(CheckpointWarning, match=r"fewer rows: 'tokenizer\.json'"):
             xckpt.open("a").isel(vocab=slice(30)).ckpt.save("out/")

@@ -8,6 +8,7 @@ it is left out if it does not fit otherwise. Names of code are removed, and code
 
 from __future__ import annotations
 
+import filecmp
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,9 +45,10 @@ if TYPE_CHECKING:
 __all__ = ["Companions", "Origin", "companions_of", "fit_attributes", "origin_of"]
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
+_TOKENIZER = "tokenizer.json"
 # Files of transformers that describe a model: its tokenizer, and what holds if the config does.
 _OF_TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *(_TOKENIZER, "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
     *("chat_template.jinja", "chat_template.json", "sentencepiece.bpe.model"),
 )
@@ -72,6 +74,11 @@ _OF_ATTRS = "written from the attributes, without tokenizer, as no files are bes
 _NO_CONFIG = (
     "no config.json or tokenizer is known for the tensors, and none is written; copy those of the "
     "model, such as"
+)
+_OTHER_VALUES = "what describes the model is from {}/, and others have other values"
+# Values of a config that do not describe the computation.
+_OF_FILES = frozenset(
+    {*_DTYPE_KEYS, "_name_or_path", "transformers_version", "auto_map", "quantization_config"}
 )
 _OTHER_SCALES = (
     "factors of adapters are combined as if all had the scale of {}/ (base.ckpt.merge(adapter), "
@@ -299,9 +306,27 @@ def _notes(
     for name in contents:
         if name not in files:
             yield _OF_ATTRS, name
+    for name in (_CONFIG, _TOKENIZER) if origin.folder is not None else ():
+        if name in contents and name in files:
+            yield from _other_values(Path(origin.folder, name), origin.others)
     if origin.folder is not None and _ADAPTER_CONFIG in files:
         for text in _other_scales(origin.folder, origin.others):
             yield _OTHER_SCALES.format(origin.folder.name), text
+
+
+def _other_values(path: Path, others: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """Yield notes of files of other checkpoints that contradict one that is written."""
+    change = _OTHER_VALUES.format(path.parent.name)
+    for other in [place / path.name for place in others if _is_readable(place / path.name)]:
+        if path.name == _CONFIG:
+            config, of_other = (_parsed(file) or {} for file in (path, other))
+            for key in [key for key in config if key in of_other and key not in _OF_FILES]:
+                if config[key] != of_other[key]:
+                    values = f" {of_other[key]} ({config[key]})"
+                    is_plain = not isinstance(config[key], list | dict)
+                    yield change, f"{other.parent.name}/ {key}{values if is_plain else ''}"
+        elif not filecmp.cmp(path, other, shallow=False):
+            yield change, f"{other.parent.name}/ another {path.name}"
 
 
 def _is_model(origin: Origin, tensors: Sequence[Described], target: Target) -> bool:
