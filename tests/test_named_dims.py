@@ -231,6 +231,34 @@ class TestArithmetic:
             assert merged.dims == AXES[QUERY]
             np.testing.assert_array_equal(merged, VALUES[QUERY] + 1)
 
+    def test_axes_of_other_sizes_without_names_are_an_error(self, tmp_path: Path) -> None:
+        values = np.arange(12, dtype="f4").reshape(4, 3)
+        for name, of_name in (("p", values), ("q", values.T.copy())):
+            xckpt.save({"x": of_name, "b": of_name[0]}, tmp_path / f"{name}.safetensors")
+        p, q = (xckpt.open(tmp_path / f"{name}.safetensors") for name in "pq")
+        named = r"'x' of p\.safetensors has the shape \[4, 3\] and 'x' of q.*\[3, 4\].*\(\.T\)"
+        for compute in (
+            lambda: p + q,
+            lambda: (2 * p) - q,
+            lambda: p["x"] * q["x"],
+        ):
+            with pytest.raises(ValueError, match=named):
+                compute()
+        with pytest.raises(ValueError, match=named):
+            p.ckpt.merge(q[["x"]], scale=1)
+        np.testing.assert_array_equal(p["x"] + q["x"].T, 2 * values)
+        np.testing.assert_array_equal((p["x"] + p["b"]).transpose("d4", "d3"), values + values[0])
+        merged = p.ckpt.merge(q[["x"]].transpose(), scale=1)
+        np.testing.assert_array_equal(merged["x"], 2 * values)
+        np.testing.assert_array_equal(p["x"] - p["x"].T, 0 * values)  # turned by the user
+
+    def test_more_axes_in_the_only_tensor_are_named(self, tmp_path: Path) -> None:
+        for name, of_name in (("a", np.ones((4, 4))), ("b", np.ones(4))):
+            xckpt.save({"w": of_name}, tmp_path / f"{name}.safetensors")
+        a, b = (xckpt.open(tmp_path / f"{name}.safetensors") for name in "ab")
+        with pytest.warns(CheckpointWarning, match="more axes.*w 4x4x4, was 4x4 and 4"):
+            (a + b).ckpt.save(tmp_path / "out.safetensors")
+
     def test_keeps_the_order_of_the_left_operand(self, tmp_path: Path) -> None:
         ds = single_file(tmp_path)
         gain = xr.DataArray(VALUES[GAIN], dims=("embd",))

@@ -23,6 +23,7 @@ from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, rebuild
+from xckpt.datasets.variables import require_positions
 from xckpt.errors import UnsupportedError, shown, some, warn
 from xckpt.formatting import base_name
 from xckpt.structure.facts import model_facts
@@ -292,6 +293,8 @@ def _merged(
     """Return a variable of the model with its changes, to be stored as it was."""
     shape, array = variable.shape, _wide(variable.data)
     for adapter in adapters:
+        if adapter.kind == "update":
+            require_positions(variable, changes.variable(adapter.tensors["value"]))
         change = _Change(adapter, changes, scale, variable.dims)
         is_resized = adapter.kind == "saved" and adapter.shape[1:] == shape[1:]
         if change.shape != shape and not is_resized and adapter.kind not in {"rows", "ia3"}:

@@ -11,8 +11,10 @@ import ml_dtypes  # noqa: F401  so that numpy knows "bfloat16": ds.astype("bfloa
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.graph import Selection, is_stored, noting, read_small, slice_stored
+from xckpt.arrays.graph import Selection, is_stored, lazies_in, noting, read_small, slice_stored
 from xckpt.arrays.keys import Chunks, normalize
+from xckpt.errors import shown
+from xckpt.formatting import base_name
 from xckpt.labels import explicit_name
 from xckpt.structure import Described, Structure
 from xckpt.upstream.dask_arrays import is_dask_array
@@ -103,8 +105,8 @@ class LazyVariable(xr.Variable):
     # in this class, so that this holds for them, too.
     def _binary_op(self, other: Any, f: Any, reflexive: bool = False) -> Any:  # noqa: FBT001, FBT002
         first: xr.Variable = self
-        if isinstance(other, xr.Variable) and self.shape == other.shape:
-            first, other = _with_same_names(self, other)
+        if isinstance(other, xr.Variable):
+            first, other = _matched(self, other)
         if f in _OVERFLOWING:
             first, other = _widened(first), _widened(other)
         result = xr.Variable._binary_op(first, other, f, reflexive)  # noqa: SLF001
@@ -194,8 +196,11 @@ def _lazy(variable: xr.Variable) -> LazyVariable:
     )
 
 
-def _with_same_names(first: xr.Variable, second: xr.Variable) -> tuple[xr.Variable, xr.Variable]:
+def _matched(first: xr.Variable, second: xr.Variable) -> tuple[xr.Variable, xr.Variable]:
     """Give an axis without a name the one in the other array of this shape, by position."""
+    if first.shape != second.shape:
+        require_positions(first, second)
+        return first, second
     if set(first.dims) == set(second.dims):
         return first, second
     names = []
@@ -206,6 +211,29 @@ def _with_same_names(first: xr.Variable, second: xr.Variable) -> tuple[xr.Variab
     if len(set(names)) < len(names):
         return first, second
     return first._replace(dims=names), second._replace(dims=names)
+
+
+def require_positions(first: xr.Variable, second: xr.Variable) -> None:
+    """Raise if axes of two files have other sizes at their positions, and no names but these.
+
+    xarray would match an axis of each size with that of the same size elsewhere.
+    """
+    has_names = any(map(explicit_name, (*first.dims, *second.dims)))
+    if first.shape == second.shape or first.ndim != second.ndim or has_names:
+        return
+    operands = []
+    for variable in (first, second):
+        # Axes that the user turned, or named, are in no file.
+        lazies = lazies_in(data_of(variable)).values()
+        stored = [lazy for lazy in lazies if lazy.shape == variable.shape]
+        if not stored:
+            return
+        name = f"{shown(stored[0].name)} of {base_name(stored[0].source.name)}"
+        operands.append(f"{name} has the shape {list(variable.shape)}")
+    raise ValueError(
+        f"{' and '.join(operands)}: axes that are named by their size are matched by position; "
+        "transpose one of them (.T), or name the axes (open(..., dims=...), .rename)"
+    )
 
 
 def _basic_key(key: Any, dims: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -321,7 +321,10 @@ class _NotedAxes:
             self._changes.add(_TURNED, f"{name}.transpose{in_order}")
         if shapes and array.ndim > max(map(len, shapes)):
             before = " and ".join(map(_by_axes, shapes))
-            self._broadcast.append(f"{name} {_by_axes(array.shape)}, was {before}")
+            text = f"{name} {_by_axes(array.shape)}, was {before}"
+            if len({*filter(None, shapes)}) > 1:  # stacked tensors have one shape
+                self._changes.add(_BROADCAST, text)
+            self._broadcast.append(text)
         elif shapes:
             self._has_others = True
 
