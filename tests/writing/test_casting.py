@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -303,6 +304,46 @@ class TestTypesOfResults:
         assert xckpt.open("out.safetensors")[self.IDS].values.tolist() == [[400]]
         (ds + ds).astype("uint8").ckpt.save("wrapped.safetensors")
         assert xckpt.open("wrapped.safetensors")[self.IDS].values.tolist() == [[144]]
+
+    @pytest.mark.parametrize("write", ["arithmetic", "merge"])
+    def test_differences_that_truth_values_cannot_hold_are_an_error(self, write: str) -> None:
+        for name, mask in (("a", [True, False]), ("b", [True, True])):
+            save({"m.mask": np.array(mask)}, f"{name}.safetensors")
+        a, b = xckpt.open("a.safetensors"), xckpt.open("b.safetensors")
+        result = a.ckpt.merge(2 * (a - b)) if write == "merge" else a - b
+        with pytest.raises(UnsupportedError, match=r"'m\.mask'.* is -\d.*, which bool cannot hold"):
+            result.ckpt.save("out.safetensors")
+        (a - b).astype("bool").ckpt.save("astype.safetensors")
+        assert xckpt.open("astype.safetensors")["m.mask"].values.tolist() == [False, True]
+
+    @pytest.mark.parametrize("dtype", ["i4", "u4"])
+    def test_sums_of_32_bits_do_not_wrap_around(self, dtype: str) -> None:
+        largest = int(np.iinfo(dtype).max)
+        save({self.IDS: np.array([[largest, 3]], dtype)}, "x.safetensors")
+        x = xckpt.open("x.safetensors")
+        assert (x + x)[self.IDS].values.tolist() == [[2 * largest, 6]]
+        with pytest.raises(UnsupportedError, match=rf"is {2 * largest}, which u?int32 cannot hold"):
+            (x + x).ckpt.save("out.safetensors")
+        mean = (x + x + x) / 3
+        mean.ckpt.save("mean.safetensors")
+        saved = xckpt.open("mean.safetensors")[self.IDS]
+        assert saved.dtype == np.dtype(dtype)
+        assert saved.values.tolist() == mean[self.IDS].values.tolist() == [[largest, 3]]
+
+    @pytest.mark.parametrize("dtype", ["u1", "i2", "i4", "?"])
+    @pytest.mark.parametrize("name", ["iadd", "isub", "imul", "ipow"])
+    def test_operators_in_place_compute_what_others_do(self, dtype: str, name: str) -> None:
+        in_place = getattr(operator, name)
+        largest = 1 if dtype == "?" else np.iinfo(dtype).max
+        save({self.IDS: np.array([[largest]], dtype)}, "x.safetensors")
+        expected = getattr(operator, name[1:])(xckpt.open("x.safetensors"), 2)[self.IDS]
+        whole, element, array = (xckpt.open("x.safetensors") for _ in range(3))
+        whole = in_place(whole, 2)
+        element[self.IDS] = in_place(element[self.IDS], 2)
+        in_place(array[self.IDS], 2)
+        for ds in (whole, element, array):
+            assert ds[self.IDS].dtype == expected.dtype
+            assert ds[self.IDS].values.tolist() == expected.values.tolist()
 
     def test_computed_nan_is_counted_and_named(self) -> None:
         a, b, c = self.opened()

@@ -410,7 +410,13 @@ def _can_lose(dtype: np.dtype[Any], name: str, cast: Cast) -> bool:
     source = element_type(dtype)
     if source is not None and holds(name, source):
         return False
-    return cast != "allow" or ELEMENT_TYPES[name].range is not None
+    return cast != "allow" or _range(name) is not None
+
+
+def _range(name: str) -> tuple[int, int] | None:
+    """Return the range of a type of integers or truth values, without its end; None for others."""
+    element = ELEMENT_TYPES[name]
+    return (0, 2) if element.kind == "bool" else element.range
 
 
 def count_lost(values: Array, converted: Array) -> int:
@@ -440,8 +446,8 @@ def _limit(wide: np.dtype[Any], narrow: np.dtype[Any]) -> float | None:
     before, after = ELEMENT_TYPES.get(wide.name), ELEMENT_TYPES.get(narrow.name)
     if before is None or after is None or "complex" in {before.kind, after.kind}:
         return None
-    if after.range is not None or after.kind == "bool":
-        return None if before.float_format is None else float((after.range or (0, 1))[1])
+    if (limits := _range(after.name)) is not None:
+        return None if before.float_format is None else float(limits[1])
     if after.float_format is None:
         return None
     largest = before.float_format.largest if before.float_format else max(before.range or (0,))
@@ -497,7 +503,7 @@ def _nan_like(values: Array, stored: np.dtype[Any]) -> Array:
 def _lost(values: Array, converted: Array, name: str, cast: Cast) -> Array:
     """Return a mask of the elements that a conversion loses."""
     lost = np.zeros(values.shape, bool)
-    limits = ELEMENT_TYPES[name].range
+    limits = _range(name)
     if limits is not None:  # wrapped integers come back as they were
         rounded = values
         if values.dtype.kind not in "iub":

@@ -112,6 +112,15 @@ class LazyVariable(xr.Variable):
         result = xr.Variable._binary_op(first, other, f, reflexive)  # noqa: SLF001
         return _lazy(result) if type(result) is xr.Variable else result
 
+    def _inplace_binary_op(self, other: Any, f: Any) -> Any:
+        if isinstance(other, xr.Dataset):
+            raise TypeError("cannot add a Dataset to a Variable in-place")
+        result = self._binary_op(other, f)
+        if result.dims != self.dims:
+            raise ValueError("dimensions cannot change for in-place operations")
+        self.data = data_of(result)
+        return self
+
     def _unary_op(self, f: Any, *args: Any, **kwargs: Any) -> Any:
         variable = _widened(self) if f is operator.neg else self
         return xr.Variable._unary_op(variable, f, *args, **kwargs)  # noqa: SLF001
@@ -167,16 +176,19 @@ for _name, _operation in {
     setattr(LazyVariable, _name, _reflected(_name, _operation))
 
 
-# numpy computes these in the type of small integers, where they wrap around, and has no differences
-# of truth values.
-_OVERFLOWING = (operator.add, operator.sub, operator.mul, operator.pow)
+# numpy computes these in the type of integers, where they wrap around, and has no differences of
+# truth values.
+_OVERFLOWING = (
+    *(operator.add, operator.sub, operator.mul, operator.pow),
+    *(operator.iadd, operator.isub, operator.imul, operator.ipow),
+)
 
 
 def _widened(variable: Any) -> Any:
-    """Return small integers and truth values as int64; any other operand unchanged."""
+    """Return integers of up to 32 bits and truth values as int64; other operands unchanged."""
     array: Any = data_of(variable) if isinstance(variable, xr.Variable) else None
     is_lazy: bool = is_dask_array(array)
-    if not is_lazy or array.dtype.kind not in "biu" or array.dtype.itemsize > 2:
+    if not is_lazy or array.dtype.kind not in "biu" or array.dtype.itemsize > 4:
         return variable
     name = f"{WIDENED}{array.name}"
     wide = array.map_blocks(_as_wide, dtype=np.int64, name=name)
