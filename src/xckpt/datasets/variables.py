@@ -226,12 +226,12 @@ def _matched(first: xr.Variable, second: xr.Variable) -> tuple[xr.Variable, xr.V
 
 
 def require_positions(first: xr.Variable, second: xr.Variable) -> None:
-    """Raise if axes of two files have other sizes at their positions, and no names but these.
+    """Raise if two files have the same axes in another order, and no names but their sizes.
 
     xarray would match an axis of each size with that of the same size elsewhere.
     """
-    has_names = any(map(explicit_name, (*first.dims, *second.dims)))
-    if first.shape == second.shape or first.ndim != second.ndim or has_names:
+    is_turned = first.shape != second.shape and set(first.dims) == set(second.dims)
+    if not is_turned or any(map(explicit_name, first.dims)):
         return
     operands = []
     for variable in (first, second):
