@@ -433,6 +433,28 @@ class TestOperandsOfUpdates:
         with pytest.warns(CheckpointWarning, match=text):
             change(xckpt.open("adapter")).ckpt.save("out.safetensors")
 
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            (lambda x, _: 0.5 * x, r"multiplied by 0\.25,.*merge\(adapter, scale=.*'model\.layers"),
+            (
+                lambda x, y: (x + y) / 2,
+                r"averaged.*merge\(x, scale=\.5\)\.ckpt\.merge\(y.*'model\.",
+            ),
+            (lambda x, y: x + y, "several adapters are added"),
+        ],
+        ids=["half", "mean", "sum"],
+    )
+    def test_merging_scaled_factors_is_a_warning(self, change: Any, text: str) -> None:
+        shutil.copytree("adapter", "other")
+        other = {str(name): factor.values + 1 for name, factor in xckpt.open("adapter").items()}
+        xckpt.save(other, "other/adapter_model.safetensors", overwrite=True)
+        base, x, y = (xckpt.open(name) for name in ("base.safetensors", "adapter", "other"))
+        with pytest.warns(CheckpointWarning, match=text):
+            base.ckpt.merge(change(x, y), scale=1)
+        base.ckpt.merge(x, scale=0.5).ckpt.merge(y, scale=0.5)
+        base.ckpt.merge(x.assign((0.5 * x.ckpt.find("*lora_B*")).data_vars), scale=1)
+
     def test_the_mean_of_equal_factors_is_that_of_the_updates(self) -> None:
         shutil.copytree("adapter", "same")
         a, same = xckpt.open("adapter"), xckpt.open("same")

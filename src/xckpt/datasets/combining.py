@@ -65,6 +65,8 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     for loss in losses(changes):
         if loss.source not in bases:  # whose tensors stay
             warn(f"{loss}: {some(loss.names)}")
+    for text, of_text in _factors_by_change(changes).items():
+        warn(f"{text}: {some(of_text)}")
     if not adapters:
         adapters, scale = _updates(changes, scale), 1.0 if scale is None else scale
     _require_supported(adapters, changes, scale)
@@ -257,6 +259,14 @@ def factor_changes(tensors: OpenTensors) -> dict[str, str]:
             if len(of_factors) > 1
         }
     return {}
+
+
+def _factors_by_change(tensors: OpenTensors) -> dict[str, list[str]]:
+    """Return the bases of adapters whose products arithmetic changed, by how it did."""
+    bases: dict[str, list[str]] = defaultdict(list)
+    for base, change in factor_changes(tensors).items():
+        bases[change].append(base)
+    return bases
 
 
 def _differ(array: Any) -> bool:
