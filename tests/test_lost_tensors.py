@@ -117,6 +117,34 @@ COMPLETE: dict[str, Callable[[xr.Dataset, xr.Dataset, xr.Dataset], Any]] = {
 }
 
 
+def test_tensors_of_a_mapping_that_arithmetic_dropped_are_named(
+    base: xr.Dataset, some: xr.Dataset, tmp_path: Path
+) -> None:
+    large, small = ({n: v.values for n, v in ds.items()} for ds in (base, some))
+    text = r"4 of 7 tensors of a mapping missing, as arithmetic keeps.*'model\.layers\.0\.mlp"
+    for result in (
+        xckpt.open(large) + xckpt.open(small),
+        (0.3 * xckpt.open(small) + 0.7 * xckpt.open(large)) / 2,
+        xckpt.open(large) + some,
+        some - xckpt.open(large),
+        xckpt.open(large).copy(deep=True) + some,
+        pickle.loads(pickle.dumps(xckpt.open(large) + xckpt.open(small))),
+    ):
+        with pytest.warns(CheckpointWarning, match=text):
+            result.ckpt.save(tmp_path / "out.safetensors", overwrite=True)
+        assert "4 of 7 tensors of a mapping missing" in repr(result.ckpt)
+    text = r"4 of 7 tensors of base\.safetensors missing"
+    with pytest.warns(CheckpointWarning, match=text):
+        (base + xckpt.open(small)).ckpt.save(tmp_path / "out.safetensors", overwrite=True)
+    for result in (
+        xckpt.open(large)[Q] + base,
+        (xckpt.open(large) + base)[Q],
+        xckpt.open(large).ckpt.find("*.q_proj.*") + base,
+        xckpt.open(large).ckpt.merge(some - xckpt.open(large)),
+    ):
+        result.ckpt.save(tmp_path / "out.safetensors", overwrite=True)
+
+
 @pytest.mark.parametrize("derive", COMPLETE.values(), ids=COMPLETE)
 def test_tensors_that_the_user_left_out_are_no_loss(
     derive: Callable[..., Any],

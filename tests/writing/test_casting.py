@@ -345,6 +345,48 @@ class TestTypesOfResults:
             assert ds[self.IDS].dtype == expected.dtype
             assert ds[self.IDS].values.tolist() == expected.values.tolist()
 
+    def test_arithmetic_of_mappings_has_the_types_of_that_of_files(self) -> None:
+        weight = np.array([[1, 3e4], [1 / 3, 2]], "f4")
+        state = {
+            "fc.weight": weight.astype(ml_dtypes.bfloat16),
+            "half.weight": np.full((2, 2), 6e4, "f2"),
+            self.COUNTER: np.array(101),
+            self.IDS: np.array([[200, 1]], "u1"),
+            "m.mask": np.array([True, False]),
+        }
+        save(state, "state.safetensors")
+        opened, file = xckpt.open(state), xckpt.open("state.safetensors")
+        assert opened["fc.weight"].dtype == ml_dtypes.bfloat16
+        opened.ckpt.save("same.safetensors")
+        assert (xckpt.compare(state, "same.safetensors").ckpt.table()["status"] == "same").all()
+        for compute in (
+            lambda x: (x + x) / 2,
+            lambda x: 0.5 * x + 0.5 * x,
+            lambda x: x + x - x,
+            lambda x: x - 0 * file,
+        ):
+            of_state, of_file = compute(opened), compute(file)
+            of_state.ckpt.save("state-out.safetensors", overwrite=True)
+            of_file.ckpt.save("file-out.safetensors", overwrite=True)
+            a, b = (xckpt.open(f"{name}-out.safetensors") for name in ("state", "file"))
+            for name in state:
+                assert a[name].dtype == b[name].dtype
+                np.testing.assert_array_equal(a[name], b[name])
+                np.testing.assert_array_equal(of_state[name], of_file[name])
+        assert np.isfinite((opened + opened)["half.weight"]).all()
+        with pytest.raises(UnsupportedError, match="is 400, which uint8 cannot hold"):
+            (opened + opened).ckpt.save("wrapped.safetensors")
+        with pytest.raises(UnsupportedError, match="is -1, which bool cannot hold"):
+            (opened - 1)[["m.mask"]].ckpt.save("wrapped.safetensors")
+        with pytest.warns(CheckpointWarning, match=r"float\(factor\).*: 'fc\.weight'"):
+            (opened * np.float64(0.5))[["fc.weight"]].ckpt.save("wide.safetensors")
+        with pytest.warns(CheckpointWarning, match=r"1 element rounded to int64.*num_batches"):
+            (opened / 2)[[self.COUNTER]].ckpt.save("half.safetensors")
+        changed = xckpt.open(state)
+        changed[self.IDS] += 100
+        assert changed[self.IDS].values.tolist() == [[300, 101]]
+        assert state[self.IDS].tolist() == [[200, 1]]
+
     def test_computed_nan_is_counted_and_named(self) -> None:
         a, b, c = self.opened()
         for result in (a.where(a > 1.2), b.where(b > 2), xr.concat([a, c], "n").shift(n=1)):

@@ -52,6 +52,9 @@ class Opened:
         names = self.names if len(self.names) <= _MOST_PICKLED else ()
         return Opened, (self.source, names, self.stacks)
 
+    def __deepcopy__(self, memo: Any) -> Opened:
+        return self
+
 
 class Origin(NamedTuple):
     """The tensor that an array shows as a whole, or the part of it, as the file describes it."""

@@ -23,7 +23,7 @@ from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, rebuild
-from xckpt.datasets.variables import require_positions
+from xckpt.datasets.variables import mapped_arrays, require_positions
 from xckpt.errors import UnsupportedError, shown, some, warn
 from xckpt.formatting import base_name
 from xckpt.structure.facts import model_facts
@@ -61,7 +61,9 @@ Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: float | None) -> Obj:
     """Return a model with an adapter, or with updates if `adapters` is empty, added to it."""
     model = OpenTensors(obj)
-    bases = {base_name(source) for source in (model.source, *model.origins(1))}
+    mapped = [entry for v in model.variables.values() for entry in mapped_arrays(v)]
+    sources = {model.source, *model.origins(1), *[entry.opened.source for entry in mapped]}
+    bases = set(map(base_name, sources))
     for loss in losses(changes):
         if loss.source not in bases:  # whose tensors stay
             warn(f"{loss}: {some(loss.names)}")

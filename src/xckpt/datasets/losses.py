@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.arrays.graph import Selection, lazies_in, lazy_of, left_out_of, repeats_left_out_of
 from xckpt.arrays.keys import normalize
 from xckpt.datasets.stack_records import marks_of, remaining_indices
+from xckpt.datasets.variables import mapped_arrays
 from xckpt.formatting import base_name, counted
 from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+
+    import xarray as xr
 
     from xckpt.arrays.lazy import LazyArray, Opened, Origin
     from xckpt.datasets.tensors import OpenTensors
@@ -85,11 +88,15 @@ class _Uses:
         self.repeats: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         self._by_layer: dict[str, set[Opened]] = {}
 
-    def add(self, array: Any) -> None:
-        """Add the array of a variable."""
-        if not is_dask_array(array):
+    def add(self, variable: xr.Variable) -> None:
+        """Add a variable."""
+        array: Any = data_of(variable)
+        mapped = mapped_arrays(variable)
+        if not is_dask_array(array) and not mapped:
             return
-        opened: set[Opened] = set()
+        opened = {entry.opened for entry in mapped}
+        for entry in mapped:
+            self.tensors[entry.opened].add(entry.name)
         alignments = left_out_of(array)
         for name, lazy in lazies_in(array).items():
             if name not in self._by_layer:
@@ -107,7 +114,8 @@ class _Uses:
                     if origin.opened is not None:
                         self.repeats[origin.opened.source, chosen.dim][name] = None
         self.needs.append(opened)
-        layers = {} if lazy_of(array) is not None else array.dask.layers
+        is_stored = mapped or lazy_of(array) is not None
+        layers = {} if is_stored else array.dask.layers
         self.in_memory.append(
             frozenset(
                 name
@@ -169,7 +177,7 @@ def losses(tensors: OpenTensors) -> list[Loss]:
         return []
     uses = _Uses()
     for variable in tensors.variables.values():
-        uses.add(data_of(variable))
+        uses.add(variable)
     names = {row.name for row in tensors.rows}
     in_result = {opened: _in_result(opened, read, names) for opened, read in uses.tensors.items()}
     repeated = [

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from xckpt.arrays.lazy import Opened
+from xckpt.datasets.variables import mapped_variable
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import shown, some, warn
 from xckpt.index import Index
@@ -51,8 +53,10 @@ def as_dataset(obj: Any) -> Any:
     names = AxisNamer(None, arrays.keys())
     dims = infer_dims({name: tuple(value.shape) for name, value in arrays.items()}, attrs)
     names.survey(arrays, dims)
+    opened = Opened("a mapping", tuple(arrays))
     variables = {
-        name: _variable(name, value, names, dims.get(name)) for name, value in arrays.items()
+        name: _variable(name, value, names, dims.get(name), opened)
+        for name, value in arrays.items()
     }
     return xr.Dataset(variables, attrs=attrs)
 
@@ -82,7 +86,7 @@ def _flattened(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _variable(
-    name: str, value: Any, names: AxisNamer, dims: tuple[str | None, ...] | None
+    name: str, value: Any, names: AxisNamer, dims: tuple[str | None, ...] | None, opened: Opened
 ) -> xr.Variable:
     if isinstance(value, xr.DataArray | xr.Variable):
         return xr.as_variable(value)
@@ -94,7 +98,10 @@ def _variable(
             kind = type(value)
             text = f"{shown(name)} is a {kind.__module__}.{kind.__name__} that numpy cannot read"
             raise TypeError(f"{text}: {error}") from error
-    return xr.Variable(names.name_axes(name, value.shape, dims), value)
+    axes = names.name_axes(name, value.shape, dims)
+    if isinstance(value, np.ndarray):
+        return mapped_variable(axes, value, opened, name)
+    return xr.Variable(axes, value)
 
 
 def _as_numpy(value: Any) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import ml_dtypes  # noqa: F401  so that numpy knows "bfloat16": ds.astype("bfloat16")
 import numpy as np
@@ -28,11 +28,33 @@ from xckpt.upstream.xarray_variables import (
 
 if TYPE_CHECKING:
     from xckpt.arrays import LazyArray
+    from xckpt.arrays.lazy import Opened
+    from xckpt.typing import Array
 
 
 #: Beginning of the names of layers of integers that are widened for arithmetic.
 WIDENED = "xckpt-widened-"
 _DATA: Any = xr.Variable.data  # the property
+
+
+#: Key of the encoding of arrays of a mapping, and of results that are computed from them.
+_MAPPED = "mapped"
+
+
+class Mapped(NamedTuple):
+    """An array of a mapping."""
+
+    opened: Opened
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+def mapped_arrays(variable: Any) -> tuple[Mapped, ...]:
+    """Return the arrays of mappings that a variable is or is computed from."""
+    encoding = variable.encoding if isinstance(variable, xr.Variable) else {}
+    mapped = encoding.get(_MAPPED, ())
+    return tuple([entry for entry in mapped if isinstance(entry, Mapped)])
 
 
 class LazyVariable(xr.Variable):
@@ -107,10 +129,15 @@ class LazyVariable(xr.Variable):
         first: xr.Variable = self
         if isinstance(other, xr.Variable):
             first, other = _matched(self, other)
+        mapped = dict.fromkeys((*mapped_arrays(first), *mapped_arrays(other)))
+        first, other = _single(first), _single(other)
         if f in _OVERFLOWING:
             first, other = _widened(first), _widened(other)
         result = xr.Variable._binary_op(first, other, f, reflexive)  # noqa: SLF001
-        return _lazy(result) if type(result) is xr.Variable else result
+        result = _lazy(result) if type(result) is xr.Variable else result
+        if mapped:
+            result.encoding = {_MAPPED: tuple(mapped)}
+        return result
 
     def _inplace_binary_op(self, other: Any, f: Any) -> Any:
         if isinstance(other, xr.Dataset):
@@ -118,7 +145,7 @@ class LazyVariable(xr.Variable):
         result = self._binary_op(other, f)
         if result.dims != self.dims:
             raise ValueError("dimensions cannot change for in-place operations")
-        self.data = data_of(result)
+        self.data, self.encoding = data_of(result), result.encoding
         return self
 
     def _unary_op(self, f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,12 +214,22 @@ _OVERFLOWING = (
 def _widened(variable: Any) -> Any:
     """Return integers of up to 32 bits and truth values as int64; other operands unchanged."""
     array: Any = data_of(variable) if isinstance(variable, xr.Variable) else None
-    is_lazy: bool = is_dask_array(array)
-    if not is_lazy or array.dtype.kind not in "biu" or array.dtype.itemsize > 4:
+    is_ours = is_dask_array(array) or bool(mapped_arrays(variable))
+    if not is_ours or array.dtype.kind not in "biu" or array.dtype.itemsize > 4:
         return variable
+    if not is_dask_array(array):
+        return variable._replace(data=_as_wide(array))
     name = f"{WIDENED}{array.name}"
     wide = array.map_blocks(_as_wide, dtype=np.int64, name=name)
     return variable._replace(data=wide)
+
+
+def _single(variable: Any) -> Any:
+    """Return small floats of a mapping as float32, as files show theirs; others unchanged."""
+    array: Any = data_of(variable) if mapped_arrays(variable) else None
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fV" or array.itemsize > 2:
+        return variable
+    return variable._replace(data=array.astype(np.float32))
 
 
 def _as_wide(block: Any) -> Any:
@@ -236,11 +273,15 @@ def require_positions(first: xr.Variable, second: xr.Variable) -> None:
     operands = []
     for variable in (first, second):
         # Axes that the user turned, or named, are in no file.
-        lazies = lazies_in(data_of(variable)).values()
-        stored = [lazy for lazy in lazies if lazy.shape == variable.shape]
+        sources = [
+            *[(lazy, lazy.source.name) for lazy in lazies_in(data_of(variable)).values()],
+            *[(array, array.opened.source) for array in mapped_arrays(variable)],
+        ]
+        stored = [source for source in sources if source[0].shape == variable.shape]
         if not stored:
             return
-        name = f"{shown(stored[0].name)} of {base_name(stored[0].source.name)}"
+        array, path = stored[0]
+        name = f"{shown(array.name)} of {base_name(path)}"
         operands.append(f"{name} has the shape {list(variable.shape)}")
     raise ValueError(
         f"{' and '.join(operands)}: axes that are named by their size are matched by position; "
@@ -295,6 +336,12 @@ class TensorArray(xr.backends.BackendArray):
     async def async_getitem(self, key: Any) -> Any:
         """Read a selection in a thread, while others are read."""
         return await asyncio.to_thread(self.__getitem__, key)
+
+
+def mapped_variable(dims: tuple[Any, ...], array: Array, opened: Opened, name: str) -> LazyVariable:
+    """Return a variable over an array of a mapping."""
+    mapped = Mapped(opened, name, array.dtype, array.shape)
+    return LazyVariable(dims, array, encoding={_MAPPED: (mapped,)})
 
 
 def xarray_variable(

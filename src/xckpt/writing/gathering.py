@@ -27,7 +27,7 @@ from xckpt.datasets.combining import factor_changes, unrounded
 from xckpt.datasets.losses import IN_MEMORY, SourceShapes, losses
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.tensors import OpenTensors
-from xckpt.datasets.variables import WIDENED
+from xckpt.datasets.variables import WIDENED, mapped_arrays
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError
 from xckpt.formats.plan import WantedPart
@@ -457,10 +457,11 @@ def _computed(name: str, variable: xr.Variable, dims: tuple[str | None, ...] | N
     if array.dtype.kind == "f":
         return _in_source_type(computed)
     layers = getattr(getattr(array, "dask", None), "layers", ())
-    sources = {element_type(lazy.dtype) for lazy in lazies_in(array).values()} - {None}
+    sources = _source_types(computed)
     is_widened = any(name.startswith(WIDENED) for name in layers)
+    is_widened |= array.dtype.kind == "i" and bool(mapped_arrays(variable)) and dtype not in sources
     if is_widened and len(sources) == 1 and not any(n.startswith("astype-") for n in layers):
-        return computed._replace(dtype=str(sources.pop()), rounds=True)
+        return computed._replace(dtype=sources.pop(), rounds=True)
     return computed
 
 
@@ -495,9 +496,10 @@ def _in_source_type(computed: Computed) -> Computed:
     Only counters and constants stay integers, and no codes.
     """
     name, array = computed.name, computed.array
-    types = {element_type(lazy.dtype) or "" for lazy in lazies_in(array).values()} - {""}
+    types = _source_types(computed)
+    is_lazy = hasattr(array, "dask")
     stored = ELEMENT_TYPES[computed.dtype]
-    if any(map(_is_whole, types)) and lazy_of(array) is None:
+    if is_lazy and any(map(_is_whole, types)) and lazy_of(array) is None:
         computed = computed._replace(array=with_blocks(array, _without_overflow))
     integers = [stored.name] if _is_whole(stored.name) else list(types)
     if len(integers) == 1 and _is_whole(integers[0]):
@@ -506,9 +508,15 @@ def _in_source_type(computed: Computed) -> Computed:
             return computed._replace(dtype=integers[0], rounds=True)
     floats = {name for name in types if ELEMENT_TYPES[name].float_format is not None}
     is_wide = stored.name == "float64" and floats and "float64" not in floats
-    if is_wide and array.name.startswith(_ARITHMETIC):
+    if is_wide and (not is_lazy or array.name.startswith(_ARITHMETIC)):
         return computed._replace(widened=_WIDENED)
     return computed
+
+
+def _source_types(computed: Computed) -> set[str]:
+    """Return the types of the tensors of files and mappings that a tensor is computed from."""
+    sources = (*lazies_in(computed.array).values(), *mapped_arrays(computed.variable))
+    return {name for source in sources if (name := element_type(source.dtype)) is not None}
 
 
 def _is_whole(dtype: str) -> bool:
