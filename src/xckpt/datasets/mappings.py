@@ -53,9 +53,9 @@ def as_dataset(obj: Any) -> Any:
     names = AxisNamer(None, arrays.keys())
     dims = infer_dims({name: tuple(value.shape) for name, value in arrays.items()}, attrs)
     names.survey(arrays, dims)
-    opened = Opened("a mapping", tuple(arrays))
+    mapping = Opened("a mapping", tuple(arrays))
     variables = {
-        name: _variable(name, value, names, dims.get(name), opened)
+        name: _variable(name, value, names, dims.get(name), mapping)
         for name, value in arrays.items()
     }
     return xr.Dataset(variables, attrs=attrs)

@@ -214,10 +214,14 @@ _OVERFLOWING = (
 def _widened(variable: Any) -> Any:
     """Return integers of up to 32 bits and truth values as int64; other operands unchanged."""
     array: Any = data_of(variable) if isinstance(variable, xr.Variable) else None
-    is_ours = is_dask_array(array) or bool(mapped_arrays(variable))
-    if not is_ours or array.dtype.kind not in "biu" or array.dtype.itemsize > 4:
+    is_mapped = isinstance(array, np.ndarray) and bool(mapped_arrays(variable))
+    if (
+        not (is_mapped or is_dask_array(array))
+        or array.dtype.kind not in "biu"
+        or array.dtype.itemsize > 4
+    ):
         return variable
-    if not is_dask_array(array):
+    if is_mapped:
         return variable._replace(data=_as_wide(array))
     name = f"{WIDENED}{array.name}"
     wide = array.map_blocks(_as_wide, dtype=np.int64, name=name)
@@ -273,7 +277,7 @@ def require_positions(first: xr.Variable, second: xr.Variable) -> None:
     operands = []
     for variable in (first, second):
         # Axes that the user turned, or named, are in no file.
-        sources = [
+        sources: list[tuple[LazyArray | Mapped, str]] = [
             *[(lazy, lazy.source.name) for lazy in lazies_in(data_of(variable)).values()],
             *[(array, array.opened.source) for array in mapped_arrays(variable)],
         ]

@@ -515,8 +515,9 @@ def _in_source_type(computed: Computed) -> Computed:
 
 def _source_types(computed: Computed) -> set[str]:
     """Return the types of the tensors of files and mappings that a tensor is computed from."""
-    sources = (*lazies_in(computed.array).values(), *mapped_arrays(computed.variable))
-    return {name for source in sources if (name := element_type(source.dtype)) is not None}
+    dtypes = [lazy.dtype for lazy in lazies_in(computed.array).values()]
+    dtypes += [entry.dtype for entry in mapped_arrays(computed.variable)]
+    return {name for name in map(element_type, dtypes) if name is not None}
 
 
 def _is_whole(dtype: str) -> bool:
