@@ -106,13 +106,7 @@ class _Uses:
                 lost = {entry.dim: _members_at(lazy, entry) for entry in alignments}
                 for checkpoint in self._by_layer[name]:
                     self.left_out[checkpoint].append(lost)
-        for lazy, chosen, left_out in repeats_left_out_of(array):
-            for number in left_out:
-                position = int(chosen.positions[number])
-                for origin in _parts_at(lazy, chosen.size, [position]):
-                    name = f"{origin.tensor.name} at position {number} of {chosen.dim}"
-                    if origin.opened is not None:
-                        self.repeats[origin.opened.source, chosen.dim][name] = None
+        self._add_repeats(array)
         self.needs.append(opened)
         is_stored = mapped or lazy_of(array) is not None
         layers = {} if is_stored else array.dask.layers
@@ -124,6 +118,15 @@ class _Uses:
                 if name.startswith(IN_MEMORY) and not _broadcasts(layer, array)
             )
         )
+
+    def _add_repeats(self, array: Any) -> None:
+        for lazy, chosen, left_out in repeats_left_out_of(array):
+            for number in left_out:
+                position = int(chosen.positions[number])
+                for origin in _parts_at(lazy, chosen.size, [position]):
+                    name = f"{origin.tensor.name} at position {number} of {chosen.dim}"
+                    if origin.opened is not None:
+                        self.repeats[origin.opened.source, chosen.dim][name] = None
 
     def _read(self, lazy: LazyArray) -> set[Opened]:
         opened = set()

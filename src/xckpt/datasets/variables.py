@@ -205,10 +205,8 @@ for _name, _operation in {
 
 # numpy computes these in the type of integers, where they wrap around, and has no differences of
 # truth values.
-_OVERFLOWING = (
-    *(operator.add, operator.sub, operator.mul, operator.pow),
-    *(operator.iadd, operator.isub, operator.imul, operator.ipow),
-)
+_OVERFLOWING = [operator.add, operator.sub, operator.mul, operator.pow]
+_OVERFLOWING += [operator.iadd, operator.isub, operator.imul, operator.ipow]
 
 
 def _widened(variable: Any) -> Any:
