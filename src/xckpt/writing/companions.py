@@ -306,10 +306,12 @@ def _notes(
     for name in contents:
         if name not in files:
             yield _OF_ATTRS, name
-    for name in (_CONFIG, _TOKENIZER) if origin.folder is not None else ():
+    if origin.folder is None:
+        return
+    for name in (_CONFIG, _TOKENIZER):
         if name in contents and name in files:
-            yield from _other_values(Path(origin.folder, name), origin.others)
-    if origin.folder is not None and _ADAPTER_CONFIG in files:
+            yield from _other_values(origin.folder / name, origin.others)
+    if _ADAPTER_CONFIG in files:
         for text in _other_scales(origin.folder, origin.others):
             yield _OTHER_SCALES.format(origin.folder.name), text
 

@@ -33,7 +33,7 @@ def are_rows_moved(tensors: Iterable[WantedTensor], described: Sequence[Describe
     """Return whether rows of a computed table of tokens are those of other tokens."""
     structure = Structure(described)
     for tensor in tensors:
-        array = getattr(tensor, "data", {}).get("data")
+        array: Any = getattr(tensor, "data", {}).get("data")
         info = structure[tensor.name]
         if info.slot not in _TABLES or not hasattr(array, "dask"):
             continue
@@ -61,13 +61,13 @@ def _are_moved(array: Any, axis: int) -> bool:
         if (table := _Table.of(lazy, axis, array.ndim)) is not None
     }
     files = {table.base.source.name for table in tables.values()}
-    blocks = [...]
+    blocks: list[Any] = [...]
     if array.nbytes * len(files) > _WHOLE_NBYTES:
         count = array.numblocks[axis]
         blocks = [(slice(None),) * axis + (n,) for n in sorted({0, count // 2, count - 1})]
     for file in files:
         of_file = {name: t for name, t in tables.items() if t.base.source.name == file}
-        count = min(table.count for table in of_file.values())
+        count = min(table.rows for table in of_file.values())
         marked = with_values(array, partial(_marks, of_file))
         starts = np.cumsum([0, *array.chunks[axis]])
         for block in blocks:
@@ -98,7 +98,7 @@ class _Table(NamedTuple):
     base: LazyArray
     within: tuple[Any, ...]
     axis: int  # of the rows
-    count: int  # of rows
+    rows: int
 
     @classmethod
     def of(cls, lazy: LazyArray, axis: int, ndim: int) -> _Table | None:
