@@ -23,6 +23,7 @@ from xckpt.writing import save
 from xckpt.writing.fitting import choose_type
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 # Of one byte or two: all their values can be tried.
@@ -359,12 +360,13 @@ class TestTypesOfResults:
         assert opened["fc.weight"].dtype == ml_dtypes.bfloat16
         opened.ckpt.save("same.safetensors")
         assert (xckpt.compare(state, "same.safetensors").ckpt.table()["status"] == "same").all()
-        for compute in (
+        results: list[Callable[[Any], Any]] = [
             lambda x: (x + x) / 2,
             lambda x: 0.5 * x + 0.5 * x,
             lambda x: x + x - x,
             lambda x: x - 0 * file,
-        ):
+        ]
+        for compute in results:
             of_state, of_file = compute(opened), compute(file)
             of_state.ckpt.save("state-out.safetensors", overwrite=True)
             of_file.ckpt.save("file-out.safetensors", overwrite=True)

@@ -452,8 +452,11 @@ class TestResults:
         assert names("out") == ["adapter_config.json", "adapter_model.safetensors"]
 
     def test_values_of_configs_that_contradict_are_named(self) -> None:
-        other = {"num_attention_heads": 4, "rope_theta": 1e6, "transformers_version": "5"}
-        for name, values in {"a": {"rope_theta": 1e4}, "b": other}.items():
+        configs: dict[str, dict[str, Any]] = {
+            "a": {"rope_theta": 1e4},
+            "b": {"num_attention_heads": 4, "rope_theta": 1e6, "transformers_version": "5"},
+        }
+        for name, values in configs.items():
             Path(name, "config.json").write_text(json.dumps(LLAMA | values))
         text = (
             r"from a/, .*: 'b/ num_attention_heads 4 \(2\)', 'b/ rope_theta 1000000.0 \(10000.0\)'$"
