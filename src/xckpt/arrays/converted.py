@@ -52,7 +52,6 @@ __all__ = [
     "cast_block",
     "count_lost",
     "count_nan",
-    "count_vanished",
     "densified",
     "element_type",
     "holds",
@@ -187,8 +186,6 @@ class Converted(ByteStream):
         self.whole = self.is_dask
         #: Numbers of elements that conversions lost, a block at a time; see `count_lost`.
         self.lost: list[int] = []
-        #: Numbers of elements that became zero; see `count_vanished`.
-        self.vanished: list[int] = []
         if isinstance(array, DenseArray):
             is_late = self.is_small if self.is_turned else array.reader.is_checked
             self.whole = array.is_stream or is_late
@@ -210,7 +207,6 @@ class Converted(ByteStream):
             block = cast_block(values, self.dtype, self.cast, tensor=self.name, position=position)
             if self.cast == "allow":
                 self.lost.append(count_lost(values, block))
-                self.vanished.append(count_vanished(values, block))
             yield block
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
@@ -435,25 +431,6 @@ def count_lost(values: Array, converted: Array) -> int:
         if max(float(values.max()), -float(values.min())) <= limit:  # False if there are NaN
             return 0
         return int(np.count_nonzero(np.isfinite(values) & ~np.isfinite(converted)))
-
-
-def count_vanished(values: Array, converted: Array) -> int:
-    """Return how many floats became zero, as they are too small for their new type."""
-    if not _can_vanish(values.dtype, converted.dtype):
-        return 0
-    is_half = converted.dtype.name == "float16"  # which numpy compares slowly
-    nonzero = int(np.count_nonzero(converted.view("u2") << 1 if is_half else converted))
-    return 0 if nonzero == values.size else int(np.count_nonzero(values)) - nonzero
-
-
-@lru_cache
-def _can_vanish(wide: np.dtype[Any], narrow: np.dtype[Any]) -> bool:
-    before, after = (ELEMENT_TYPES.get(dtype.name) for dtype in (wide, narrow))
-    if before is None or after is None or "complex" in {before.kind, after.kind}:
-        return False
-    if before.float_format is None or after.float_format is None:
-        return False
-    return before.float_format.smallest < after.float_format.smallest
 
 
 def count_nan(values: Array) -> int:
