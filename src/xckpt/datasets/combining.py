@@ -67,8 +67,8 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     for loss in losses(changes):
         if loss.source not in bases:  # whose tensors stay
             warn(f"{loss}: {some(loss.names)}")
-    for text, of_text in _factors_by_change(changes).items():
-        warn(f"{text}: {some(of_text)}")
+    for text, products in factor_changes(changes).items():
+        warn(f"{text}: {some(products)}")
     if not adapters:
         adapters, scale = _updates(changes, scale), 1.0 if scale is None else scale
     _require_supported(adapters, changes, scale)
@@ -235,8 +235,9 @@ class _Change:
         return total * (self.read("magnitude").reshape(norms.shape) / norms)
 
 
-def factor_changes(tensors: OpenTensors) -> dict[str, str]:
-    """Return how arithmetic changed the products of adapters, by the names of their bases."""
+def factor_changes(tensors: OpenTensors) -> dict[str, list[str]]:
+    """Return the bases of adapters whose products arithmetic changed, by how it did."""
+    changes: dict[str, list[str]] = defaultdict(list)
     arrays = {name: data_of(variable) for name, variable in tensors.variables.items()}
     computed = {name: array for name, array in arrays.items() if is_computed(array)}
     with suppress(ArithmeticError, ValueError):  # of a function that does not take ones
@@ -255,20 +256,14 @@ def factor_changes(tensors: OpenTensors) -> dict[str, str]:
             if not math.isclose(number, 1, rel_tol=_ROUNDING):
                 scales[base].append(float(number))
         is_sum = len(tensors.origins(_MOST_TRIED)) > 1
-        return {base: _AVERAGED for base, count in averaged.items() if count > 1} | {
+        by_base = {base: _AVERAGED for base, count in averaged.items() if count > 1} | {
             base: _ADDED if is_sum else _SCALED.format(math.prod(of_factors))
             for base, of_factors in scales.items()
             if len(of_factors) > 1
         }
-    return {}
-
-
-def _factors_by_change(tensors: OpenTensors) -> dict[str, list[str]]:
-    """Return the bases of adapters whose products arithmetic changed, by how it did."""
-    bases: dict[str, list[str]] = defaultdict(list)
-    for base, change in factor_changes(tensors).items():
-        bases[change].append(base)
-    return bases
+        for base, change in by_base.items():
+            changes[change].append(base)
+    return changes
 
 
 def _differ(array: Any) -> bool:

@@ -358,10 +358,8 @@ def _add_changes(
             if difference := _difference(existing, content):
                 changes.add(f"stays as it is without overwrite=True, and {difference}", name)
         elif name == _CONFIG:
-            for correction in fit.corrections:
-                changes.add(_CORRECTED, correction)
-            for token in fit.unknown_tokens:
-                changes.add("config.json names tokens that have no row", token)
+            changes.add_all(_CORRECTED, fit.corrections)
+            changes.add_all("config.json names tokens that have no row", fit.unknown_tokens)
 
 
 def _data(content: bytes | Path) -> bytes:

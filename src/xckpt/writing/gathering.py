@@ -133,10 +133,9 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
         return
     tensors = OpenTensors(obj)
     for loss in losses(tensors):
-        for name in loss.names:
-            changes.add(str(loss), name)
-    for base, change in factor_changes(tensors).items():
-        changes.add(change, base)
+        changes.add_all(str(loss), loss.names)
+    for change, bases in factor_changes(tensors).items():
+        changes.add_all(change, bases)
     was_opened = "format" in obj.encoding
     has_tensors = bool(tensors.variables or tensors.coord_tensors(()))
     if isinstance(obj, xr.Dataset) and not (was_opened or has_tensors):
