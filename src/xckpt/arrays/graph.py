@@ -133,15 +133,22 @@ def selections_in(array: Any) -> dict[str, list[Selection]]:
     return {name: note[_SELECTIONS] for name, note in notes.items() if _SELECTIONS in note}
 
 
+def _alignments(array: Any) -> Iterator[tuple[Selection, AbstractSet[str]]]:
+    """Yield the alignments that left out positions, and the layers before and with each."""
+    for name, selections in selections_in(array).items():
+        for selection in selections:
+            if selection.is_aligned and selection.left_out:
+                yield selection, array.dask.cull_layers([name]).layers.keys()
+
+
 def left_out_of(array: Any) -> list[Selection]:
     """Return the alignments that left out parts of all lazy arrays that an array is made of."""
+    lazies = lazies_in(array).keys()
     return [
         selection
-        for name, selections in selections_in(array).items()
+        for selection, layers in _alignments(array)
         # `xr.align` itself makes the last layer.
-        if name != array.name and lazies_in(array).keys() <= _layers_before(array.dask, name)
-        for selection in selections
-        if selection.is_aligned and selection.left_out
+        if array.name not in layers and lazies <= layers
     ]
 
 
@@ -150,30 +157,17 @@ def repeats_left_out_of(array: Any) -> Iterator[tuple[LazyArray, Selection, list
 
     Alignment left out these parts, which are numbers of positions of the selection.
     """
-    selections = selections_in(array)
-    for name, of_layer in selections.items():
-        for alignment in of_layer:
-            if not (alignment.is_aligned and alignment.left_out):
+    selections, lazies = selections_in(array), lazies_in(array)
+    for alignment, layers in _alignments(array):
+        aligned = [lazy for name, lazy in lazies.items() if name in layers]
+        for chosen in chain.from_iterable(selections[n] for n in layers & selections.keys()):
+            if chosen is alignment:
                 continue
-            before = _layers_before(array.dask, name)
-            lazies = [lazy for n, lazy in lazies_in(array).items() if n in before]
-            for chosen in chain.from_iterable(selections[n] for n in before & selections.keys()):
-                positions = np.asarray(chosen.positions)
-                is_same = chosen.dim == alignment.dim and positions.size == alignment.size
-                is_repeated = is_same and len({*positions.tolist()}) < positions.size
-                if is_repeated and len(lazies) == 1:
-                    yield lazies[0], chosen, alignment.left_out
-
-
-def _layers_before(graph: Any, name: str) -> set[str]:
-    """Return the layers that a layer of a graph depends on."""
-    names: set[str] = set()
-    todo = [name]
-    while todo:
-        for before in graph.dependencies[todo.pop()] - names:
-            names.add(before)
-            todo.append(before)
-    return names
+            positions = np.asarray(chosen.positions)
+            is_same = chosen.dim == alignment.dim and positions.size == alignment.size
+            is_repeated = is_same and len({*positions.tolist()}) < positions.size
+            if is_repeated and len(aligned) == 1:
+                yield aligned[0], chosen, alignment.left_out
 
 
 def with_blocks(array: da.Array, change: Callable[[Any], Any]) -> da.Array:
