@@ -10,7 +10,7 @@ coordinates also show the members in a selection.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -168,32 +168,16 @@ def remember_stack(
         return variable
     # A computed variable has no encoding; the coordinates that stacking made keep theirs, unless
     # they are interpolated.
-    for marks in (*map(marks_of, indexes.values()), of_run):
-        record = marks.get(name)
-        if record is not None and all(
-            _is_remembered(record, dim, variable, indexes) for dim in record.dims
-        ):
-            return _with_record(variable, record)
-    for records in of_sources:
+    of_indexes = ((marks, _is_remembered) for marks in (*map(marks_of, indexes.values()), of_run))
+    replaced = ((records, _is_renumbered) for records in of_sources)
+    for records, is_kept in chain(of_indexes, replaced):
         record = records.get(name)
-        if (
-            record is not None
-            and not record.run
-            and all(
-                dim in variable.dims
-                and dim in indexes
-                and indexes[dim].dims == (dim,)
-                and _are_distinct_integers(indexes[dim].values)
-                for dim in record.dims
-            )
+        if record is not None and all(
+            is_kept(record, dim, variable, indexes) for dim in record.dims
         ):
-            return _with_record(variable, record)
-    return variable
-
-
-def _with_record(variable: xr.Variable, record: StackRecord) -> xr.Variable:
-    variable = variable.copy(deep=False)
-    record_stack(variable.encoding, record)
+            variable = variable.copy(deep=False)
+            record_stack(variable.encoding, record)
+            break
     return variable
 
 
@@ -209,6 +193,14 @@ def _is_remembered(
     if dim == record.run and not is_made_by_stacking(index):  # for example interpolated
         return dim not in variable.dims or _are_distinct_integers(np.atleast_1d(index.values))
     return is_made_by_stacking(index)
+
+
+def _is_renumbered(
+    record: StackRecord, dim: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> bool:
+    """Return whether a dimension of a stack has a coordinate of other numbers."""
+    index = indexes.get(dim) if dim in variable.dims and not record.run else None
+    return index is not None and index.dims == (dim,) and _are_distinct_integers(index.values)
 
 
 def mark_run(ds: xr.Dataset, marks: StackMarks, dim: str) -> None:
