@@ -132,29 +132,34 @@ def unlike_siblings(
     return unlike | _exchanged(siblings)
 
 
-def _claims(
-    cases: Sequence[Case], explanations: Mapping[int, Explanation]
-) -> tuple[Sequence[dict[str, Shape]], dict[tuple[int, str], set[int]], set[tuple[int, Shape]]]:
-    """Return shapes, the cases that a tensor of a side explains, and shapes of unexplained ones."""
-    shapes: tuple[dict[str, Shape], dict[str, Shape]] = ({}, {})
-    claims: dict[tuple[int, str], set[int]] = defaultdict(set)
-    lonely: set[tuple[int, Shape]] = set()
-    for n, explanation in explanations.items():
-        partner = cases[n].match.partner
-        is_tied = TIED in {*explanation.causes, partner.rule if partner else ""}
-        is_whole = explanation.verified and not explanation.is_part and not is_tied
-        tensors = cases[n].match[1:3]
-        for side, tensor in enumerate(tensors):
-            if tensor is not None:
-                shapes[side][tensor.name] = tuple(tensor.array.shape)
-                if not explanation.verified:
-                    lonely.add((side, shapes[side][tensor.name]))
-                elif is_whole and None not in tensors:
-                    claims[side, tensor.name].add(n)
-        if is_whole and cases[n].status in ALONE:
-            for name in explanation.other_names:
-                claims[1 - ALONE.index(cases[n].status), name].add(n)
-    return shapes, claims, lonely
+class _Claims:
+    """The cases that each tensor of the other side explains, by the side and name of the tensor."""
+
+    def __init__(self, cases: Sequence[Case], explanations: Mapping[int, Explanation]) -> None:
+        self.of_tensor: dict[tuple[int, str], set[int]] = defaultdict(set)
+        self._shapes: dict[tuple[int, str], Shape] = {}
+        # Sides and shapes of the tensors that are not explained.
+        self._lonely: set[tuple[int, Shape]] = set()
+        for n, explanation in explanations.items():
+            partner = cases[n].match.partner
+            is_tied = TIED in {*explanation.causes, partner.rule if partner else ""}
+            is_whole = explanation.verified and not explanation.is_part and not is_tied
+            tensors = cases[n].match[1:3]
+            for side, tensor in enumerate(tensors):
+                if tensor is not None:
+                    shape = self._shapes[side, tensor.name] = tuple(tensor.array.shape)
+                    if not explanation.verified:
+                        self._lonely.add((side, shape))
+                    elif is_whole and None not in tensors:
+                        self.of_tensor[side, tensor.name].add(n)
+            if is_whole and cases[n].status in ALONE:
+                for name in explanation.other_names:
+                    self.of_tensor[1 - ALONE.index(cases[n].status), name].add(n)
+
+    def is_contested(self, side: int, name: str) -> bool:
+        """Return whether a tensor explains several cases, while one of its shape has no partner."""
+        is_lonely = (side, self._shapes.get((side, name))) in self._lonely
+        return len(self.of_tensor[side, name]) > 1 and is_lonely
 
 
 def claimed_twice(
@@ -165,11 +170,11 @@ def claimed_twice(
     If another tensor of its shape has no partner, one of them is a copy in the wrong place.
     """
     siblings = _Siblings(cases, explanations)
-    shapes, claims, lonely = _claims(cases, explanations)
+    claims = _Claims(cases, explanations)
     doubted: dict[int, Explanation] = {}
-    for (side, name), numbers in claims.items():
+    for (side, name), numbers in claims.of_tensor.items():
         owner = siblings.numbers[side].get(name)
-        if owner is None or len(numbers) < 2 or (side, shapes[side].get(name)) not in lonely:
+        if owner is None or not claims.is_contested(side, name):
             continue
         # A tensor that is divided names all that have a part of it.
         if not {cases[n].match.name for n in numbers} <= {*explanations[owner].other_names}:
