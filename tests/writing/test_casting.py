@@ -464,6 +464,18 @@ class TestTypesOfResults:
         with pytest.warns(CheckpointWarning, match=text):
             write(xckpt.open("large.safetensors"), dtype=dtype, cast="allow")
 
+    @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+    @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+    def test_tensors_of_which_most_values_become_zero_are_named(
+        self, dtype: str, write: Any
+    ) -> None:
+        w = np.array([1e-12, 1, -0.0, np.nan, -1e-9, 1e-12, 0], "f4")
+        half = np.array([1e-12, 1], "f4")
+        save({"w": w, "v": np.full((3, 3), 1e-30, "f4"), "half": half}, "large.safetensors")
+        text = f"most values of 2 tensors are too small for {dtype} .* zero: '[vw]', '[vw]'$"
+        with pytest.warns(CheckpointWarning, match=text):
+            write(xckpt.open("large.safetensors"), dtype=dtype, cast="allow")
+
     @pytest.mark.parametrize("dtype", ["f4", "f8", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2])
     def test_infinities_of_the_source_are_no_loss(self, dtype: Any) -> None:
         save({"w": np.array([np.inf, np.nan, 1], dtype)}, "large.safetensors")

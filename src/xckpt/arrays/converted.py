@@ -54,6 +54,7 @@ __all__ = [
     "count_nan",
     "densified",
     "element_type",
+    "excess_zeros",
     "holds",
     "is_sparse",
     "packed_codes",
@@ -186,6 +187,8 @@ class Converted(ByteStream):
         self.whole = self.is_dask
         #: Numbers of elements that conversions lost, a block at a time; see `count_lost`.
         self.lost: list[int] = []
+        #: How many elements became zero, less those that did not; see `excess_zeros`.
+        self.zeroed: list[int] = []
         if isinstance(array, DenseArray):
             is_late = self.is_small if self.is_turned else array.reader.is_checked
             self.whole = array.is_stream or is_late
@@ -207,6 +210,7 @@ class Converted(ByteStream):
             block = cast_block(values, self.dtype, self.cast, tensor=self.name, position=position)
             if self.cast == "allow":
                 self.lost.append(count_lost(values, block))
+                self.zeroed.append(excess_zeros(values, block))
             yield block
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
@@ -431,6 +435,25 @@ def count_lost(values: Array, converted: Array) -> int:
         if max(float(values.max()), -float(values.min())) <= limit:  # False if there are NaN
             return 0
         return int(np.count_nonzero(np.isfinite(values) & ~np.isfinite(converted)))
+
+
+def excess_zeros(values: Array, converted: Array) -> int:
+    """Return how many floats became zero in a smaller type, less those that did not."""
+    if not _can_vanish(values.dtype, converted.dtype):
+        return 0
+    is_half = converted.dtype.name == "float16"  # which numpy compares slowly
+    kept = int(np.count_nonzero(converted.view("u2") << 1 if is_half else converted))
+    return -kept if kept == values.size else int(np.count_nonzero(values)) - 2 * kept
+
+
+@lru_cache
+def _can_vanish(wide: np.dtype[Any], narrow: np.dtype[Any]) -> bool:
+    before, after = (ELEMENT_TYPES.get(dtype.name) for dtype in (wide, narrow))
+    if before is None or after is None or "complex" in {before.kind, after.kind}:
+        return False
+    if before.float_format is None or after.float_format is None:
+        return False
+    return before.float_format.smallest < after.float_format.smallest
 
 
 def count_nan(values: Array) -> int:

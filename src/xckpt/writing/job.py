@@ -29,6 +29,7 @@ from xckpt.arrays.converted import (
     cast_block,
     count_lost,
     count_nan,
+    excess_zeros,
     packed_codes,
 )
 from xckpt.arrays.dense import DenseArray
@@ -274,14 +275,24 @@ class WriteJob:
         self._warn_of_lost(lost)
 
     def _warn_of_lost(self, lost: Sequence[Array]) -> None:
-        """Warn of lost elements and of NaN; `lost` has both numbers for each dask array."""
+        """Warn of lost elements, NaN and new zeros; `lost` has the numbers for each dask array."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)  # by element type and tensor
+        zeroed: dict[str, Counter[str]] = defaultdict(Counter)
         streams = [planned.data for file in self._files for planned in file.parts]
         converted = [data for data in streams if isinstance(data, Converted)]
         for data in converted:
             counts[data.dtype][data.name] += sum(data.lost)
-        for (name, dtype), (count, _) in zip(self._stored_types, lost, strict=False):
+            zeroed[data.dtype][data.name] += sum(data.zeroed)
+        for (name, dtype), (count, _, zeros) in zip(self._stored_types, lost, strict=False):
             counts[dtype][name] += int(count)
+            zeroed[dtype][name] += int(zeros)
+        for dtype, by_tensor in zeroed.items():
+            if names := [name for name in by_tensor if by_tensor[name] > 0]:
+                tensors = counted(len(names), "tensor")
+                warn(
+                    f"{self.target.path}: most values of {tensors} are too small for {dtype} and "
+                    f"written as zero: {some(names)}"
+                )
         if nans := _new_nans(self._stores, lost):
             total = counted(sum(nans.values()), "computed element")
             warn(f"{self.target.path}: {total} NaN, unlike the sources: {some(list(nans))}")
@@ -458,7 +469,7 @@ class _ArrayTarget(NamedTuple):
 
 
 def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Delayed:
-    """Return a task that counts lost elements and NaN, after tasks for chunks wrote to a file."""
+    """Return a task that counts what is lost, after tasks for chunks wrote to a file."""
     # One layer for all chunks. `map_blocks` would run the task that makes the file a second time.
     import dask
     from dask.delayed import Delayed
@@ -498,13 +509,13 @@ def _store(data: Converted, place: Any, offset: int, observer: str = "") -> Dela
 
 
 def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequence[int]) -> Array:
-    """Convert a chunk and write it to its place; return the numbers of lost elements and of NaN."""
+    """Convert a chunk and write it to its place; return the numbers that `_warn_of_lost` adds."""
     # Axes are in the order of the file from here on.
     is_turned = target.order == "F"
     values = np.asarray(block).T if is_turned else np.asarray(block)
     if values.dtype.kind == target.declared.kind == "f":
         values = values.astype(target.declared, copy=False)
-    first, lost, nans = origin[::-1] if is_turned else origin, 0, 0
+    first, lost, nans, zeros = origin[::-1] if is_turned else origin, 0, 0, 0
     with place.named():
         fileno = open_file(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
         try:
@@ -520,13 +531,15 @@ def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequenc
 
                 options: Any = {"tensor": target.tensor, "position": position}
                 converted = cast_block(piece, target.dtype, target.cast, **options)
-                lost += count_lost(piece, converted) if target.cast == "allow" else 0
+                if target.cast == "allow":
+                    lost += count_lost(piece, converted)
+                    zeros += excess_zeros(piece, converted)
                 nans += count_nan(piece) if target.is_computed else 0
                 _write_run(place.path, fileno, target, converted, start)
         finally:
             os.close(fileno)
     report(target.observer, nbytes_of(target.dtype, values.size))
-    return np.array([lost, nans])
+    return np.array([lost, nans, zeros])
 
 
 def _new_nans(stores: Iterable[_ComputedPart], lost: Iterable[Array]) -> dict[str, int]:
@@ -534,7 +547,7 @@ def _new_nans(stores: Iterable[_ComputedPart], lost: Iterable[Array]) -> dict[st
     from xckpt.arrays.graph import lazies_in  # which imports dask
 
     pairs = zip(stores, lost, strict=False)
-    counts = [(store.data, int(count)) for store, (_, count) in pairs if count]
+    counts = [(store.data, int(count)) for store, (_, count, _) in pairs if count]
     new = {}
     for data, count in counts[:_MOST_SOURCES]:
         sources = [lazy_dask_array(lazy) for lazy in lazies_in(data.array).values()]
