@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import dask.array as da
 
     from xckpt.storage.prefetch import Range
+    from xckpt.typing import Array
 
 # Annotation of the layers of a graph.
 _SELECTIONS = "xckpt_selections"
@@ -217,16 +218,19 @@ def slice_stored(array: da.Array, key: tuple[AxisKey, ...]) -> da.Array:
     return tensor_array(lazy, name, chunks, lazy.empty((0,) * lazy.ndim))
 
 
-def read_small(array: da.Array) -> Any:
+def read_small(array: Any) -> Array | None:
     """Return the values of a small stored array; None if dask has to compute it."""
     # dask takes a millisecond for a graph of one task, 20 times as long as reading a row.
-    lazy = array.dask.lazy
-    has_one_chunk = _is_dense(lazy) and all(len(sizes) == 1 for sizes in array.chunks)
-    has_scheduler = dask.config.get("scheduler", None) is not None or active_client() is not None
-    if not has_one_chunk or has_scheduler or lazy.nbytes > _SMALL:
+    lazy = lazy_of(array)
+    if lazy is None or lazy.nbytes > _SMALL or any(len(sizes) != 1 for sizes in array.chunks):
         return None
-    finish, extra = array.__dask_postcompute__()
-    return np.asarray(finish([lazy[...]], *extra))
+    has_scheduler = dask.config.get("scheduler", None) is not None or active_client() is not None
+    if has_scheduler or not _is_dense(lazy):
+        return None
+    values = np.asarray(lazy[...])
+    # Views of a file are read-only, and those of a slice may be of more than they show.
+    is_own = values.flags.writeable and not isinstance(lazy, SlicedArray)
+    return values if is_own else values.copy()
 
 
 def active_client() -> Any:
@@ -250,32 +254,23 @@ class TensorGraph(LateGraph):
     """The graph of an array; its layer is made at first access."""
 
     def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
-        self._tensor = (lazy, name, chunks)
+        self.lazy = lazy  # the array in the file
+        self.name = name  # of the dask array
+        self.chunks = chunks
         super().__init__()
 
-    def _only_layer(self) -> tuple[str, Layer]:
-        return self.name, TensorLayer(*self._tensor)
+    def _only_layer(self) -> tuple[str, TensorLayer]:
+        return self.name, TensorLayer(self.lazy, self.name, self.chunks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorGraph, self._tensor
+        return TensorGraph, (self.lazy, self.name, self.chunks)
 
     def copy(self) -> HighLevelGraph:
         """Return the graph for computing the whole array."""
-        lazy, name, chunks = self._tensor
-        layer = TensorLayer(lazy, name, chunks)
-        if is_fast() and len(layer) > 1 and _is_dense(lazy):
-            layer.result = _Result(lazy)
+        name, layer = self._only_layer()
+        if is_fast() and len(layer) > 1 and _is_dense(self.lazy):
+            layer.result = _Result(self.lazy)
         return HighLevelGraph({name: layer}, {name: set()})
-
-    @property
-    def lazy(self) -> LazyArray:
-        """The array in the file."""
-        return self._tensor[0]
-
-    @property
-    def name(self) -> str:
-        """Name of the dask array."""
-        return self._tensor[1]
 
 
 class TensorLayer(LightLayer):

@@ -29,14 +29,15 @@ class ElementRun(NamedTuple):
 def normalize(key: Any, shape: Sequence[int]) -> tuple[AxisKey, ...]:
     """Spell out a key: one entry within bounds for each axis."""
     entries = list(key) if isinstance(key, tuple) else [key]
-    dots = next((i for i, entry in enumerate(entries) if entry is Ellipsis), None)
-    if dots is not None:
-        fill = len(shape) - len(entries) + 1
-        entries[dots : dots + 1] = [slice(None)] * fill
+    for position, entry in enumerate(entries):
+        if entry is Ellipsis:
+            fill = len(shape) - len(entries) + 1
+            entries[position : position + 1] = [slice(None)] * fill
+            break
     entries += [slice(None)] * (len(shape) - len(entries))
     if len(entries) != len(shape):
         raise IndexError(f"{len(entries)} indices for an array of {len(shape)} dimensions")
-    return tuple(_normalize_axis(e, n) for e, n in zip(entries, shape, strict=True))
+    return tuple([_normalize_axis(e, n) for e, n in zip(entries, shape, strict=True)])
 
 
 def whole(shape: Sequence[int]) -> tuple[AxisKey, ...]:
@@ -166,7 +167,7 @@ def take(block: Any, key: Sequence[AxisKey]) -> Any:
     arrays = [axis for axis, entry in enumerate(key) if isinstance(entry, np.ndarray)]
     for axis in arrays:
         block = block[(slice(None),) * axis + (key[axis],)]
-    return block[tuple(slice(None) if isinstance(e, np.ndarray) else e for e in key)]
+    return block[tuple([slice(None) if isinstance(e, np.ndarray) else e for e in key])]
 
 
 def compose(first: Sequence[AxisKey], second: Sequence[AxisKey]) -> tuple[AxisKey, ...]:

@@ -155,8 +155,7 @@ class LazyVariable(xr.Variable):
     @property
     def values(self) -> Any:
         """The elements as a numpy array."""
-        array: Any = data_of(self)
-        small = read_small(array) if is_stored(array) else None
+        small = read_small(data_of(self))
         return super().values if small is None else small
 
     @values.setter
