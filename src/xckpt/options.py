@@ -9,6 +9,7 @@ commands take their ``--help`` from `text_of`.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cached_property, wraps
@@ -112,6 +113,8 @@ exact_quantiles : bool
 explain : bool
     Find out why tensors differ (rounded, transposed, renamed, quantised, ...), in one or two more
     passes over the tensors that differ.
+ax : matplotlib.axes.Axes, optional
+    Where to draw; by default in a new figure.
 """
 
 
@@ -242,74 +245,83 @@ def takes(
 ) -> Callable[[F], F]:
     """Show the options of a group, which ``**options`` of a function has, one by one.
 
-    Without a group, or if it is open, other keywords of a function belong to another package.
+    Without a group, or with `is_open`, other keywords of a function belong to another package.
     `declared` is a dataclass with the defaults and texts of the options, and `elsewhere` has the
     calls with options that the function lacks, by option.
     """
-    values = (
-        _DEFAULTS if declared is None else {field.name: field.default for field in fields(declared)}
-    )
+    values = _DEFAULTS
     options = {} if group is None else group.__annotations__
     if declared is not None:
+        values = {field.name: field.default for field in fields(declared)}
         options = {name: options[name] for name in values if name in options}
 
     def decorate(function: F) -> F:
         stated = signature(function)
-        kinds = [(p, p.kind) for p in stated.parameters.values()]
-        fixed = [p for p, kind in kinds if kind is not Parameter.VAR_KEYWORD]
-        is_foreign = is_open or group is None
-        foreign = [p for p, kind in kinds if is_foreign and kind is Parameter.VAR_KEYWORD]
+        parameters = list(stated.parameters.values())
+        fixed = [p for p in parameters if p.kind is not Parameter.VAR_KEYWORD]
+        foreign = parameters[len(fixed) :] if is_open or group is None else []
         defaults = {name: values.get(name) for name in options if name not in stated.parameters}
         added = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=options[name])
             for name, default in defaults.items()
         ]
-        shown_signature = stated.replace(parameters=[*fixed, *added, *foreign])
+        most = sum(p.kind in _BY_PLACE for p in fixed)
+        if any(p.kind is Parameter.VAR_POSITIONAL for p in fixed):
+            most = sys.maxsize
         allowed = [
             p.name
-            for p in shown_signature.parameters.values()
-            if p.name not in {"self", "obj", "a", "b", "source"}
-            and p.kind not in {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL}
+            for p in (*fixed, *added)
+            if p.name not in _SUBJECTS and p.kind is not Parameter.VAR_POSITIONAL
         ]
-        most = sum(
-            kind in {Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD}
-            for _, kind in kinds
-        )
-        has_more = any(kind is Parameter.VAR_POSITIONAL for _, kind in kinds)
         calls = _ELSEWHERE | elsewhere
 
         @wraps(function)
         def checked(*args: Any, **keywords: Any) -> Any:
-            if len(args) > most and not has_more:
-                extra = args[most]
-                text = f"{function.__name__}() takes {most} positional arguments"
-                is_glob = isinstance(extra, str) and "*" in extra and "tensors" in allowed
-                hint = (
-                    f"pass {extra!r} by name, as tensors={extra!r}" if is_glob else "name the rest"
-                )
-                raise TypeError(f"{text}, not {len(args)}: {hint}")
+            name = function.__name__
+            if len(args) > most:
+                raise TypeError(_too_many(name, args, most, allowed))
             for keyword, value in keywords.items():
                 if keyword in stated.parameters or keyword in defaults:
                     continue
-                is_known = keyword in calls or bool(option_meant(keyword, allowed))
-                name = keyword if is_known else option_meant(keyword, calls, exactly=True)
-                hint = calls.get(keyword, calls.get(name, "")).format(name=name, value=value)
-                is_ours = not (is_foreign and foreign) or option_meant(
-                    keyword, allowed, exactly=True
-                )
-                if is_ours and not hint:
-                    hint = suggest_option(keyword, allowed)
+                hint = _hint_at(keyword, value, allowed, calls, is_open=bool(foreign))
                 if hint:
-                    called = function.__name__.removeprefix("draw_")
+                    called = name.removeprefix("draw_")
                     raise TypeError(f"{called}() has no option {keyword!r}; {hint}")
             return function(*args, **(defaults | keywords))
 
+        shown_signature = stated.replace(parameters=[*fixed, *added, *foreign])
         checked.__signature__ = shown_signature  # type: ignore[attr-defined]
         texts = _TEXTS if declared is None else declared.__doc__
         checked.__doc__ = described(function.__doc__ or "", shown_signature.parameters, texts)
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+_BY_PLACE = {Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD}
+# Parameters that are no options, but what a function is called with.
+_SUBJECTS = {"self", "obj", "a", "b", "source"}
+
+
+def _too_many(name: str, args: Sequence[Any], most: int, allowed: Collection[str]) -> str:
+    """Return the error message for a call with too many positional arguments."""
+    extra, hint = args[most], "name the rest"
+    if isinstance(extra, str) and "*" in extra and "tensors" in allowed:
+        hint = f"pass {extra!r} by name, as tensors={extra!r}"
+    return f"{name}() takes {most} positional arguments, not {len(args)}: {hint}"
+
+
+def _hint_at(
+    keyword: str, value: Any, allowed: Collection[str], calls: Mapping[str, str], *, is_open: bool
+) -> str:
+    """Return a hint at the option or the call that is meant; empty for one of another package."""
+    name = keyword
+    if keyword not in calls and not option_meant(keyword, allowed):
+        name = option_meant(keyword, calls, exactly=True)
+    hint = calls.get(keyword, calls.get(name, "")).format(name=name, value=value)
+    if hint or (is_open and not option_meant(keyword, allowed, exactly=True)):
+        return hint
+    return suggest_option(keyword, allowed)
 
 
 def renamed(old: str, new: str) -> Callable[[F], F]:

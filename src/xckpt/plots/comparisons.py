@@ -36,8 +36,9 @@ from xckpt.structure import Role
 from xckpt.structure.numbering import ParsedName, is_index
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    import pandas as pd
     from matplotlib.axes import Axes
 
     from xckpt.comparison.cells import Reduced
@@ -84,8 +85,6 @@ def draw_differences(
         A statistic of `xckpt.compare`.
     most : int, default 20
         The largest number of bars, for the tensors that changed most.
-    ax : matplotlib.axes.Axes, optional
-        Where to draw; by default in a new figure.
     **style
         Passed on to `matplotlib.axes.Axes.barh`.
 
@@ -143,6 +142,15 @@ def draw_differences(
     if bars.empty:
         _explain_no_bars(ax, counts["same"], counts.total())
         return ax
+    _draw_bars(ax, bars, names, statistic, **style)
+    ax.set_xlabel(safe(statistic) + of_codes)
+    return ax
+
+
+def _draw_bars(
+    ax: Axes, bars: pd.DataFrame, names: list[str], statistic: str, **style: Any
+) -> None:
+    """Draw a bar for each row of a table, with its value as the label."""
     values = bars[statistic].to_numpy(np.float64)
     lengths = np.where(np.isfinite(values), values, 0.0)
     drawn = ax.barh(np.arange(len(values)), lengths, **style)
@@ -150,7 +158,6 @@ def draw_differences(
     ax.tick_params("y", length=0, labelsize="small")
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.12)
-    ax.set_xlabel(safe(statistic) + of_codes)
     positive = lengths[lengths > 0]
     if positive.size and lengths.min() >= 0 and positive.max() > WIDE_SPAN * positive.min():
         if positive.size == lengths.size:
@@ -161,7 +168,6 @@ def draw_differences(
     for n, count in enumerate((bars["nan"] + bars["inf"]).tolist() if "nan" in bars else []):
         labels[n] += f", {counted(int(count), 'element')} not finite" if count else ""
     ax.bar_label(drawn, labels, padding=3, fontsize="small")
-    return ax
 
 
 def _explain_no_bars(ax: Axes, same: int, count: int) -> None:
@@ -183,7 +189,7 @@ _MOST_ROWS, _MOST_COLUMNS = 256, 512
 _MOST_LABELS = 32
 _MOST_SERIES = 24
 _WIDEST_LABEL, _WIDEST_BLOCK = 40, 32
-_INCHES_PER_ROW, _POINTS_PER_CHARACTER = 0.24, 5.0
+_INCHES_PER_ROW = 0.24
 _UNKNOWN, _EQUAL = "#e6007e", "#9e9e9e"
 # Statistics whose smallest value is the worst.
 _GOOD_IF_LARGE = frozenset({"equal_fraction", "cosine", "sqnr_db"})
@@ -216,8 +222,6 @@ def draw_error(
         A statistic of `xckpt.compare`.
     dim : str, int, iterable of these, or mapping of these to int, default -1
         Dimensions to reduce, as for `xckpt.compare`; the others are channels.
-    ax : matplotlib.axes.Axes, optional
-        Where to draw; by default in a new figure.
     **style
         Passed on to `matplotlib.axes.Axes.imshow`.
 
@@ -266,14 +270,7 @@ def draw_error(
         rows, blocks = _by_series(rows, parsed)
     height, sizes = len(rows), {row.size for row in rows.values()}
     width = min(max(sizes), _MOST_COLUMNS)
-    worst = np.fmin if statistic in _GOOD_IF_LARGE else np.fmax
-    values = np.empty((height, width))
-    for line, row in zip(values, rows.values(), strict=True):
-        places = np.arange(width) * row.size // width
-        # The worst of neighbours in a longer row, or repeated values.
-        line[:] = worst.reduceat(row, places) if row.size >= width else row[places]
-    if height > _MOST_ROWS:  # keep the worst of neighbours
-        values = worst.reduceat(values, np.arange(_MOST_ROWS) * height // _MOST_ROWS, axis=0)
+    values = _worst_values(list(rows.values()), width, statistic)
     ax = new_axes(ax, 8.0, 1.8 + _INCHES_PER_ROW * min(max(height, 4), _MOST_LABELS))
     image = _draw_image(ax, values, (max(sizes) if len(sizes) == 1 else 1, height), style)
     ax.figure.colorbar(image, ax=ax, extend="both").set_label(safe(statistic))
@@ -294,6 +291,20 @@ def draw_error(
         left=100 + _POINTS_PER_CHARACTER * widest,
     )
     return ax
+
+
+def _worst_values(rows: Sequence[Array], width: int, statistic: str) -> Array:
+    """Return rows of one width, the worst of neighbours where there is no room for all."""
+    worst = np.fmin if statistic in _GOOD_IF_LARGE else np.fmax
+    values = np.empty((len(rows), width))
+    for line, row in zip(values, rows, strict=True):
+        places = np.arange(width) * row.size // width
+        # The worst of neighbours in a longer row, or repeated values.
+        line[:] = worst.reduceat(row, places) if row.size >= width else row[places]
+    if len(rows) > _MOST_ROWS:
+        starts = np.arange(_MOST_ROWS) * len(rows) // _MOST_ROWS
+        values = worst.reduceat(values, starts, axis=0)
+    return values
 
 
 class _Block(NamedTuple):
@@ -425,8 +436,6 @@ def draw_steps(
     relative : bool, default True
         Whether to divide the norm of a change by the norm of all tensors of the layer at the later
         step.
-    ax : matplotlib.axes.Axes, optional
-        Where to draw; by default in a new figure.
     **style
         Passed on to `matplotlib.axes.Axes.imshow`.
 

@@ -102,8 +102,6 @@ def draw_histogram(
         Scale of the values; ``"symlog"`` is logarithmic on both sides of zero.
     log : bool, default True
         Whether the axis of densities is logarithmic, which makes outliers visible.
-    ax : matplotlib.axes.Axes, optional
-        Where to draw; by default in a new figure.
     **style
         Passed on to `matplotlib.axes.Axes.stairs`.
 

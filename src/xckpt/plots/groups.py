@@ -74,8 +74,6 @@ def draw_groups(
     stats : xarray.Dataset, optional
         Result of `xckpt.stats` for a checkpoint; by default the last one, else computed or
         taken from the cache.
-    ax : matplotlib.axes.Axes, optional
-        Where to draw; by default in a new figure.
     **style
         Passed on to `matplotlib.axes.Axes.imshow`.
 

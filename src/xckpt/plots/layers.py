@@ -147,8 +147,6 @@ def draw_layers(
     stats : xarray.Dataset, optional
         Result of `xckpt.stats` for this object, or of `xckpt.compare`; by default the last
         result of ``ds.ckpt.stats()``, else computed or taken from the cache.
-    ax : matplotlib.axes.Axes, optional
-        Where to draw; by default in a new figure.
     **style
         Passed on to `matplotlib.axes.Axes.plot`.
 
