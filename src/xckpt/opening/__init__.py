@@ -108,21 +108,9 @@ def open_index(
     location = Location.of(obj, storage_options)
     with advising(location):
         files = files_of(location, format)
-        opened = open_each(files, format, format_options, mmap=mmap)
-    source, index = _joined(*opened, format_options)
-    if files.by == "ranks":
-        from xckpt.opening.ranks import join_ranks as joined_ranks
-
-        with paused_collector():
-            index = joined_ranks(index, opened[1], join_ranks)
-    elif (
-        files.by == "single"
-        and files.name != opened[1][0].label
-        and rank_of(file_name(opened[1][0].label)) is not None
-    ):
-        from xckpt.opening.ranks import look_for_others
-
-        index = look_for_others(index, opened[1][0])
+        files, opened = open_each(files, format, format_options, mmap=mmap)
+    source, index = _joined(files, opened, format_options)
+    index = _with_ranks(index, files, opened, join_ranks)
     if index.shards and source.is_free_to_check:
         index = _without_missing_shards(source, index)
     if (whole or counted) and may_be_quantized(index):
@@ -140,6 +128,23 @@ def open_index(
         if missing != "ignore":
             _report_unreadable(index, tensors, missing)
     return source, index
+
+
+def _with_ranks(
+    index: Index, files: CheckpointFiles, opened: Sequence[OpenFile], join_ranks: JoinRanks
+) -> Index:
+    """Join the tensors of ranks; warn of the other ranks if a file of a folder is only one."""
+    label = opened[0].label
+    is_of_folder = files.by == "single" and files.name != label
+    may_be_rank = is_of_folder and rank_of(file_name(label)) is not None
+    if files.by != "ranks" and not may_be_rank:
+        return index
+    from xckpt.opening import ranks
+
+    with paused_collector():
+        if may_be_rank:
+            return ranks.look_for_others(index, opened[0])
+        return ranks.join_ranks(index, opened, join_ranks)
 
 
 def _joined(
@@ -198,23 +203,24 @@ def _report_unreadable(index: Index, tensors: TensorFilter | None, missing: Miss
 
 
 def _open_set(
-    first: OpenFile, listed: FileSet, format_options: Mapping[str, Any]
+    first: OpenFile, file_set: FileSet, format_options: Mapping[str, Any]
 ) -> tuple[Source, Index]:
     """Open the other files of a checkpoint, which its first file lists."""
-    files = set_of(first.source, listed)
-    label = listed.names[listed.position]
+    files = set_of(first.source, file_set)
+    label = file_set.names[file_set.position]
     others = tuple([file for file in files.files if file.path != label])
     try:
         _, opened = open_each(replace(files, files=others), first.index.format, format_options)
-        opened.insert(listed.position, replace(first, label=label))
+        opened.insert(file_set.position, replace(first, label=label))
         with paused_collector():
             source, index = merge(files, opened)
     except CheckpointError as error:
-        error.hint = f"{f'{error.hint}. ' if error.hint else ''}It is read with {first.source.name}"
+        hints = [error.hint, f"It is read with {first.source.name}"]
+        error.hint = ". ".join(filter(None, hints))
         raise
-    if listed.count not in {None, len(index.tensors)}:
-        reason = f"{len(index.tensors)} tensors are in all files, which say {listed.count}"
-        raise FormatError(reason, path=first.source.name, offset=listed.offset, rule="Split")
+    if file_set.count not in {None, len(index.tensors)}:
+        reason = f"{len(index.tensors)} tensors are in all files, which say {file_set.count}"
+        raise FormatError(reason, path=first.source.name, offset=file_set.offset, rule="Split")
     return source, index
 
 
@@ -267,7 +273,7 @@ def open_each(
     """Open the files of a checkpoint in parallel, and read their indexes."""
     is_marked = files.by == "mark"
 
-    def opened(file: CheckpointFile) -> OpenFile | CheckpointError:
+    def open_file(file: CheckpointFile) -> OpenFile | CheckpointError:
         place = files.places[file.path]
         if file.rank:  # a file or a folder
             source, index = open_index(place, format, silent=True, whole=False, **format_options)
@@ -286,10 +292,10 @@ def open_each(
         raise MissingShardError("all of its files are missing", path=files.name)
     with paused_collector():
         if len(present) == 1:
-            results = [opened(present[0])]
+            results = [open_file(present[0])]
         else:
             with ThreadPoolExecutor(min(len(present), _CONCURRENCY)) as threads:
-                results = list(threads.map(opened, present))
+                results = list(threads.map(open_file, present))
     readable = [result for result in results if isinstance(result, OpenFile)]
     problems = {
         file.path: result
