@@ -110,7 +110,7 @@ def stats(
     contents = contents_of(obj, options["storage_options"])
     if dim is not None:
         dim = set(dim) if isinstance(dim, Iterable) and not isinstance(dim, str) else {dim}
-    described = _StatsOptions(quantiles, exact_quantiles, channels, options["cache"])
+    request = _Request(quantiles, exact_quantiles, channels, options["cache"])
     progress = options["progress"]
     with paused_collector():
         entries = entries_of(contents, dim, chosen=filter_of(tensors, options, contents))
@@ -118,17 +118,19 @@ def stats(
         if channels:
             _add_channels(entries, contents.structure)
     if compute:
-        values, dead_rows = _describe_all(entries, described, progress)
-        for attr, entry, dead in zip(attrs, entries, dead_rows, strict=True):
+        descriptions = _describe_all(entries, request, progress)
+        values: list[Any] = [description.values for description in descriptions]
+        for attr, entry, description in zip(attrs, entries, descriptions, strict=True):
+            dead = description.dead_rows
             if dead and None not in dead:
                 attr["dead_rows"] = dead if entry.dims else dead[0]
     else:
-        shapes = [(len(described.names), *entry.shape) for entry in entries]
-        find = partial(_statistics, options=described, progress=progress)
+        shapes = [(len(request.names), *entry.shape) for entry in entries]
+        find = partial(_values_of_all, request=request, progress=progress)
         values = deferred(find, entries, shapes)
     with paused_collector():
-        result = laid_out(described.names, entries, values, attrs, contents)
-        if compute and described.cache:
+        result = laid_out(request.names, entries, values, attrs, contents)
+        if compute and request.cache:
             streams = (stream for entry in entries for stream in entry.streams)
             result.encoding["counts"] = cached_tensors(streams)  # for quantiles of groups
         return result
@@ -140,8 +142,8 @@ stats.__doc__ = (stats.__doc__ or "").replace(
 )
 
 
-class _StatsOptions(NamedTuple):
-    """Options of `stats`."""
+class _Request(NamedTuple):
+    """The statistics to compute."""
 
     quantiles: tuple[float, ...]
     exact: bool
@@ -192,42 +194,49 @@ def _checked_quantiles(quantiles: Any) -> tuple[float, ...]:
     return tuple(checked)
 
 
-def _statistics(
-    entries: Sequence[Entry], options: _StatsOptions, progress: ProgressOption
+class _Description(NamedTuple):
+    """The statistics of a variable, and the number of dead rows of each of its tensors."""
+
+    values: Array
+    dead_rows: list[int | None]  # None if unknown
+
+
+def _values_of_all(
+    entries: Sequence[Entry], request: _Request, progress: ProgressOption
 ) -> list[Array]:
-    """Return the statistics of each variable, without the numbers of dead rows."""
-    return _describe_all(entries, options, progress)[0]
+    """Return the statistics of each variable."""
+    return [description.values for description in _describe_all(entries, request, progress)]
 
 
 def _describe_all(
-    entries: Sequence[Entry], options: _StatsOptions, progress: ProgressOption
-) -> tuple[list[Array], list[list[int | None]]]:
-    """Return the statistics of each variable, and the dead rows of each tensor, None if unknown."""
+    entries: Sequence[Entry], request: _Request, progress: ProgressOption
+) -> list[_Description]:
+    """Return the statistics of each variable."""
     streams = [stream for entry in entries for stream in entry.streams]
-    quantiles = options.quantiles
-    cache_key = ("statistics", *options.names, quantiles, options.exact)
+    cache_key = ("statistics", *request.names, request.quantiles, request.exact)
+    of_short_rows = [entry for entry in entries if not entry.streams]
+    tables: Iterable[Array] = ()
     with Progress(progress, "statistics") as bar:
         rows = rows_of(
             streams,
             cache_key,
-            len(options.names) + 1,
-            lambda missing: _describe_tensors([streams[n] for n in missing], options, bar),
-            enabled=options.cache,
+            len(request.names) + 1,
+            lambda missing: _describe_tensors([streams[n] for n in missing], request, bar),
+            enabled=request.cache,
         )
-        of_short_rows = [position for position, entry in enumerate(entries) if not entry.streams]
-        described = describe_rows([entries[position] for position in of_short_rows], quantiles, bar)
-        tables = dict(zip(of_short_rows, described, strict=True))
+        if of_short_rows:
+            tables = describe_rows(of_short_rows, request.quantiles, bar)
     dead = [None if isnan(number) else int(number) for number in rows[:, -1].tolist()]
     values = rows[:, :-1]
-    results: list[Array] = []
-    dead_rows: list[list[int | None]] = []
+    described = iter(tables)
+    results: list[_Description] = []
     stop = 0
     with paused_collector():
-        for position, entry in enumerate(entries):
+        for entry in entries:
             start, stop = stop, stop + len(entry.streams)
             entry_dead = dead[start:stop]
-            if position in tables:
-                result = tables[position]
+            if not entry.streams:
+                result = next(described)
             elif entry.dims:
                 result = laid(values[start:stop], entry.shape, entry.gone)
             else:
@@ -237,29 +246,26 @@ def _describe_all(
                 places = entry.gone.ravel() if entry_dead else ()
                 entry_dead = [0 if is_gone else next(remaining) for is_gone in places]
                 # Absent tensors are filled with NaN, which other statistics ignore; see `Elements`.
-                result[[options.names.index(name) for name in ("count", "nan")]] -= entry.absent
+                result[[request.names.index(name) for name in ("count", "nan")]] -= entry.absent
                 result[:, entry.gone] = np.nan
-            results.append(result)
-            dead_rows.append(entry_dead)
-    return results, dead_rows
+            results.append(_Description(result, entry_dead))
+    return results
 
 
-def _describe_tensors(
-    streams: Sequence[ElementStream], options: _StatsOptions, bar: Progress
-) -> Array:
+def _describe_tensors(streams: Sequence[ElementStream], request: _Request, bar: Progress) -> Array:
     """Return a row of statistics for each tensor, and last its number of dead rows or NaN."""
     targets: list[Any] = [()] * len(streams)
-    rows = np.full((len(streams), len(options.names) + 1), np.nan)
-    operation = ChannelSketch if options.channels else Sketch
-    widths = [width_of(stream) for stream in streams] if options.channels else None
+    rows = np.full((len(streams), len(request.names) + 1), np.nan)
+    operation = ChannelSketch if request.channels else Sketch
+    widths = [width_of(stream) for stream in streams] if request.channels else None
     waiting: dict[int, Sketch] = {}
     codes = 0
 
     def describe_waiting() -> None:
         if not waiting:
             return
-        _fill_rows(rows, waiting, streams, options)
-        for tensor, inexact in _inexact_quantiles(waiting, rows, options).items():
+        _fill_rows(rows, waiting, streams, request)
+        for tensor, inexact in _inexact_quantiles(waiting, rows, request).items():
             if not streams[tensor].complex:
                 targets[tensor] = targets_of(waiting[tensor], inexact)
         waiting.clear()
@@ -272,23 +278,23 @@ def _describe_tensors(
             describe_waiting()
             codes = 0
 
-    gather(streams, operation, finish, bar, arguments=widths, cache=options.cache, stretched=True)
+    gather(streams, operation, finish, bar, arguments=widths, cache=request.cache, stretched=True)
     describe_waiting()
     if any(targets):
         refined = refine(streams, targets, bar)
         for row, exact in zip(rows, refined, strict=True):
-            for column, quantile in enumerate(options.quantiles, FIRST_QUANTILE):
+            for column, quantile in enumerate(request.quantiles, FIRST_QUANTILE):
                 row[column] = exact.get(quantile, row[column])
     return rows
 
 
 def _inexact_quantiles(
-    sketches: Mapping[int, Sketch], rows: Array, options: _StatsOptions
+    sketches: Mapping[int, Sketch], rows: Array, request: _Request
 ) -> dict[int, Sequence[float]]:
     """Return the quantiles that need another pass, by position of the tensor."""
-    if options.exact:
-        return dict.fromkeys(sketches, options.quantiles)
-    tensors, levels = list(sketches), np.array(options.quantiles, np.float64)
+    if request.exact:
+        return dict.fromkeys(sketches, request.quantiles)
+    tensors, levels = list(sketches), np.array(request.quantiles, np.float64)
     sizes = np.abs(rows[tensors, FIRST_QUANTILE : FIRST_QUANTILE + len(levels)])
     # A sketch has seven bits of the fraction of a number, but fewer of a subnormal number.
     normal = np.array([sketch.kind.smallest_normal for sketch in sketches.values()])
@@ -302,17 +308,17 @@ def _fill_rows(
     rows: Array,
     sketches: Mapping[int, Sketch],
     streams: Sequence[ElementStream],
-    options: _StatsOptions,
+    request: _Request,
 ) -> None:
     """Fill the rows of tensors whose sketches are complete."""
-    described = describe_all(list(sketches.values()), options.quantiles, channels=options.channels)
-    is_real = of_real_numbers(options.quantiles, channels=options.channels)
+    described = describe_all(list(sketches.values()), request.quantiles, channels=request.channels)
+    is_real = of_real_numbers(request.quantiles, channels=request.channels)
     for row, (tensor, sketch) in zip(described, sketches.items(), strict=True):
         rows[tensor, : len(row)] = (
             np.where(is_real, np.nan, row) if streams[tensor].complex else row
         )
         if isinstance(sketch, ChannelSketch):
-            std = float(row[options.names.index("std")])
+            std = float(row[request.names.index("std")])
             rows[tensor, len(row) : -1] = channel_statistics(sketch, std, streams[tensor])
         if sketch.rows.length:
             rows[tensor, -1] = sketch.rows.dead
