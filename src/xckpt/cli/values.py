@@ -27,7 +27,7 @@ from xckpt.formatting import counted, figure, printable
 from xckpt.options import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import pandas as pd
     import xarray as xr
@@ -288,35 +288,16 @@ def compare(
     More than twelve differences are also summarised in sentences: which modules changed, and by how
     much. In a terminal the table then has twenty rows, unless --limit states another number.
     """
-    from xckpt.comparison import MEASURES
     from xckpt.comparison import compare as compute
     from xckpt.labels.filters import suggest_filters
-    from xckpt.statistics import (
-        EXPLANATION_COLUMNS,
-        OF_CODES,
-        attribute_sentence,
-        comparison_lines,
-        matched_names,
-        table,
-    )
+    from xckpt.statistics import OF_CODES, comparison_lines, matched_names, table
     from xckpt.statistics import stats as compute_stats
     from xckpt.storage import write_file
 
     matching = renaming(rename, names)
     explain = options["explain"] = options["explain"] or options["adapter"] is not None
-    of_tensors = {"--adapter": options["adapter"], "--explain": explain}
-    of_tensors |= {"--codes": options["codes"], "--by": request.keys, "--write-names": write_names}
-    if dims and (used := [option for option, value in of_tensors.items() if value]):
-        raise click.UsageError(f"{used[0]} is of whole tensors: leave --dim out")
-    if request.keys and explain:
-        raise click.UsageError("--explain describes single tensors: leave --by out")
-    of_codes = OF_CODES if options["codes"] else ()
-    of_explained = EXPLANATION_COLUMNS if explain else ()
-    default = _EXPLAINED if explain else _MEASURES
-    columns = request.choose([*MEASURES, *of_codes, *of_explained], default, of_codes)
-    columns = columns if explain else list(dict.fromkeys(["status", *columns]))
-    if write_names is not None and os.path.lexists(write_names):  # before the pass
-        raise click.UsageError(f"{write_names} already exists")
+    _check_request(request, dims, write_names, options)
+    columns = _columns_of_comparison(request, explain=explain, codes=options["codes"])
     both = replace(reading, tensors=(), exclude=(), only=None)
     ours, theirs = both.contents(a), both.contents(b)
     with usage_errors(), warnings.catch_warnings():
@@ -355,12 +336,38 @@ def compare(
     elif as_json:
         print_document({**document, "summary": sentences, "tensors": json_rows(frame)})
     else:
-        _print_sentences(frame, result.attrs.get("explanation"), sentences)
+        _print_sentences(result, frame, sentences)
         _print_rows(frame, columns, request, preferred, everything=everything)
-        _print_numbers(frame, "channel" if dims else "tensor")
-        if sentence := attribute_sentence(result, "--json lists all"):
-            complain(sentence)
+        _print_numbers(result, frame, "channel" if dims else "tensor")
     return int(not is_good)
+
+
+def _check_request(
+    request: TableInput, dims: Any, write_names: str | None, options: Mapping[str, Any]
+) -> None:
+    """Raise before the pass if options of a comparison exclude each other, or a file exists."""
+    of_tensors = {"--adapter": options["adapter"], "--explain": options["explain"]}
+    of_tensors |= {"--codes": options["codes"], "--by": request.keys, "--write-names": write_names}
+    used = [option for option, value in of_tensors.items() if value]
+    if dims and used:
+        raise click.UsageError(f"{used[0]} is of whole tensors: leave --dim out")
+    if request.keys and options["explain"]:
+        raise click.UsageError("--explain describes single tensors: leave --by out")
+    if write_names is not None and os.path.lexists(write_names):
+        raise click.UsageError(f"{write_names} already exists")
+
+
+def _columns_of_comparison(request: TableInput, *, explain: bool, codes: bool) -> list[str]:
+    """Return the columns to print, with the status unless the outcome replaces it."""
+    from xckpt.comparison import MEASURES
+    from xckpt.statistics import EXPLANATION_COLUMNS, OF_CODES
+
+    of_codes = OF_CODES if codes else ()
+    if explain:
+        existing = [*MEASURES, *of_codes, *EXPLANATION_COLUMNS]
+        return request.choose(existing, _EXPLAINED, of_codes)
+    columns = request.choose([*MEASURES, *of_codes], _MEASURES, of_codes)
+    return list(dict.fromkeys(["status", *columns]))
 
 
 def _conclusion(
@@ -386,12 +393,11 @@ def _is_exception(frame: pd.DataFrame) -> pd.Series[bool]:
     return frame["outcome"] != "explained" if "outcome" in frame else frame["status"] != "same"
 
 
-def _print_sentences(
-    frame: pd.DataFrame, explanation: str | None, sentences: Iterable[str]
-) -> None:
+def _print_sentences(result: xr.Dataset, frame: pd.DataFrame, sentences: Iterable[str]) -> None:
     from xckpt.notebook.changes import FEW_TENSORS
     from xckpt.notebook.documents import Sentence
 
+    explanation = result.attrs.get("explanation")
     blocks = [] if explanation is None else [Sentence("lead", explanation)]
     if _is_exception(frame).sum() > FEW_TENSORS:
         blocks += [Sentence("", sentence) for sentence in sentences]
@@ -431,9 +437,9 @@ def _print_rows(
         print_blocks([Table(fields, [(p.text, p.count, p.dtype) for p in patterns])])
 
 
-def _print_numbers(frame: pd.DataFrame, unit: str) -> None:
-    """Print the number of tensors, and of tensors with each status or outcome."""
-    from xckpt.statistics import count_statuses, represented
+def _print_numbers(result: xr.Dataset, frame: pd.DataFrame, unit: str) -> None:
+    """Print the number of tensors with each status or outcome, and of attributes that differ."""
+    from xckpt.statistics import attribute_sentence, count_statuses, represented
 
     if "outcome" in frame:
         is_equal = (frame["outcome"] == "explained") & (frame["cause"] == "equal")
@@ -445,6 +451,8 @@ def _print_numbers(frame: pd.DataFrame, unit: str) -> None:
         facts = [text for status, text in numbers.items() if status != "same"]
         facts, number = facts or ["all are the same"], counted(len(frame), unit)
     complain(f"{number}: {', '.join(facts)}")
+    if sentence := attribute_sentence(result, "--json lists all"):
+        complain(sentence)
 
 
 # --- report --------------------------------------------------------------------------------------
