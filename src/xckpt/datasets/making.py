@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     Axes = tuple[str | None, ...]
     Shapes = Mapping[str, tuple[int, ...]]
-    AxisNamesOfModule = Callable[[Shapes], Mapping[str, tuple[str | None, ...]]]
+    AxisNamesOfModule = Callable[[Shapes], Mapping[str, Axes]]
 
 # Coordinates of up to this size in bytes are indexes.
 _LARGEST_INDEX = 1 << 26
@@ -71,13 +71,11 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     stacks = {array.name: array.lazy for array in listing.arrays if array.stacked is not None}
     names.survey({**stacks, **index.tensors} if stacks else index.tensors, suggested)
     maker = VariableMaker.of(source, listing, options)
-    by_facts, marks = axes_of(index), StackMarks()
-    group = _make_group(
-        arrays, arrays, maker, names, suggested, coords=coords, by_facts=by_facts, marks=marks
-    )
+    groups = _GroupMaker(maker, coords, axes_of(index), StackMarks())
+    group = groups.make(arrays, arrays, names, suggested)
     names.warn_of_refused(source.name)
     ds = xr.Dataset(group.variables, group.coords)
-    ds.encoding = _stack_encoding(listing, group.dropped_attrs)
+    ds.encoding = _encoding_of_dataset(listing, group.dropped_attrs)
     if listing.file_order != listing.flat_order:
         ds.encoding["file_order"] = listing.file_order
     return ds
@@ -91,78 +89,79 @@ def make_groups(
 ) -> dict[str, xr.Dataset]:
     """Make the Datasets of the modules of a checkpoint."""
     listing = list_arrays(source, index, options, for_tree=True)
-    by_name = {array.name: array for array in listing.arrays}
+    arrays = {array.name: array for array in listing.arrays}
     nodes: dict[str, dict[str, Listed]] = {"/": {}}
-    places: dict[str, list[str]] = {}
-    for name, (path, leaf) in tree_paths(
-        {name: array.path for name, array in by_name.items()}
-    ).items():
-        nodes.setdefault(path, {})[leaf] = by_name[name]
-        places.setdefault(leaf, []).append(path)
-    reserved = {*places, *by_name}
-    maker = VariableMaker.of(source, listing, options)
-    top = AxisNamer(options.dims, reserved)
+    paths = tree_paths({name: array.path for name, array in arrays.items()})
+    for name, (path, leaf) in paths.items():
+        nodes.setdefault(path, {})[leaf] = arrays[name]
+    leaves = {leaf for node in nodes.values() for leaf in node}
+    top = AxisNamer(options.dims, leaves | arrays.keys())
     _claim(top, listing.arrays)
     coords = _Coordinates(index.arrangement.coords, top)
-    repeated = _repeated_below(places) if index.arrangement.coords else set()
-    names = {"": top}
+    repeated = _repeated_below(nodes) if index.arrangement.coords else set()
     by_facts = axes_of(index)
     suggested = with_stated(index, {} if top.by_size else by_facts)
-    members = _members(index, by_name)
-    dropped: dict[str, list[str]] = {}
-    marks = StackMarks()
+    modules = _modules(index, arrays)
+    maker = VariableMaker.of(source, listing, options)
+    groups = _GroupMaker(maker, coords, by_facts, StackMarks())
+    dropped_attrs: dict[str, list[str]] = {}
     datasets: dict[str, xr.Dataset] = {}
     # Children have precedence over coordinates of stacks with the same name.
     children = child_nodes(nodes) if any(array.stacked for array in listing.arrays) else {}
     # Parents come first: the names of their axes keep their sizes in children. Modules without an
     # open tensor count, so that names do not depend on the tensors that are opened.
-    for path in sorted({*nodes, *members}, key=len):
-        above = path.rpartition("/")[0]
-        while above not in names:  # the root is the empty path, which is always there
+    namers = {"": top}  # by path without a slash at the end
+    for path in sorted({*nodes, *modules}, key=len):
+        key, node, module = path.rstrip("/"), nodes.get(path, {}), modules.get(path, {})
+        above = key.rpartition("/")[0]
+        while above not in namers:  # the root is the empty path, which is always there
             above = above.rpartition("/")[0]
-        key, node = path.rstrip("/"), nodes.get(path, {})
         # Nodes inherit the indexes of their parents: no other variable may have such a name.
         free = {leaf: array for leaf, array in node.items() if (key, leaf) not in repeated}
-        names[key] = names[above].for_child(coords.dims(free, names[above]))
-        by_module = {}
-        module = members.get(path, {})
-        if axis_names is not None and not top.by_size:
-            axes = axis_names({leaf: member.shape for leaf, member in module.items()})
-            by_module = {module[leaf].name: names for leaf, names in axes.items()}
-        in_module = {
-            name: _either(suggested.get(name), by_module.get(name))
-            for name in [member.name for member in module.values()]
-            if name in suggested or name in by_module
-        }
-        names[key].survey({m.name: m for m in module.values()}, in_module)
+        names = namers[key] = namers[above].for_child(coords.dims(free, namers[above]))
+        in_module = _suggested_in(module, suggested, None if top.by_size else axis_names)
+        names.survey({member.name: member for member in module.values()}, in_module)
         if path in nodes:
             used_names = {*node, *children.get(path, ())}
-            group = _make_group(
-                node,
-                used_names,
-                maker,
-                names[key],
-                in_module,
-                coords=coords,
-                by_facts=by_facts,
-                marks=marks,
-            )
+            group = groups.make(node, used_names, names, in_module)
             datasets[path] = assemble_dataset(group.variables, group.coords)
-            dropped |= group.dropped_attrs
+            dropped_attrs |= group.dropped_attrs
     top.warn_of_refused(source.name)
     # The order of nodes is not the order of the file.
-    encoding = _stack_encoding(listing, dropped)
+    encoding = _encoding_of_dataset(listing, dropped_attrs)
     datasets["/"].encoding = {"file_order": listing.file_order, **encoding}
-    groups = {path: datasets[path] for path in nodes}
-    for path, attrs in sorted(index.arrangement.modules.items()):
+    in_order = {path: datasets[path] for path in nodes}
+    _add_attrs(in_order, index.arrangement.modules)
+    return in_order
+
+
+def _suggested_in(
+    module: Mapping[str, _Member],
+    suggested: Mapping[str, Axes],
+    axis_names: AxisNamesOfModule | None,
+) -> dict[str, Axes]:
+    """Return the names of the axes in a module, also those that its tensors lead to together."""
+    by_module: dict[str, Axes] = {}
+    if axis_names is not None:
+        axes = axis_names({leaf: member.shape for leaf, member in module.items()})
+        by_module = {module[leaf].name: names for leaf, names in axes.items()}
+    return {
+        member.name: _either(suggested.get(member.name), by_module.get(member.name))
+        for member in module.values()
+        if member.name in suggested or member.name in by_module
+    }
+
+
+def _add_attrs(datasets: dict[str, xr.Dataset], modules: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the attributes of modules, also of those without tensors."""
+    for path, attrs in sorted(modules.items()):
         parent, slash, leaf = path.rpartition("/")
-        if path in groups:
-            groups[path].attrs = dict(attrs)
+        if path in datasets:
+            datasets[path].attrs = dict(attrs)
         elif slash and leaf not in {"", ".", ".."}:
-            ds = groups.get(parent or "/") if parent != "/" else None
-            if ds is not None and leaf not in ds.variables:
-                groups[path] = xr.Dataset(attrs=attrs)
-    return groups
+            above = datasets.get(parent or "/") if parent != "/" else None
+            if above is not None and leaf not in above.variables:
+                datasets[path] = xr.Dataset(attrs=attrs)
 
 
 def rooted(datasets: Mapping[str, xr.Dataset], group: str, source: str) -> dict[str, xr.Dataset]:
@@ -190,31 +189,31 @@ class _Member(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _members(index: Index, arrays: Mapping[str, Listed]) -> dict[str, dict[str, _Member]]:
+def _modules(index: Index, arrays: Mapping[str, Listed]) -> dict[str, dict[str, _Member]]:
     """Return the tensors in each module of the whole file, by their names there."""
     stacks = [array for array in arrays.values() if array.stacked is not None]
     # Each stack is in one module, in which its tensors have the names of its first one.
     stacked = {name for array in stacks for name in array.members}
     paths = {name: t.path for name, t in index.tensors.items() if name not in stacked}
     paths |= {array.name: array.path for array in stacks}
-    members: dict[str, dict[str, _Member]] = {}
+    modules: dict[str, dict[str, _Member]] = {}
     for name, (path, leaf) in tree_paths(paths).items():
         tensor = index.tensors[name] if name in index.tensors else arrays[name].tensor
-        members.setdefault(path, {})[leaf] = _Member(tensor.name, tensor.shape)
-    return members
+        modules.setdefault(path, {})[leaf] = _Member(tensor.name, tensor.shape)
+    return modules
 
 
-def _repeated_below(places: Mapping[str, Collection[str]]) -> set[tuple[str, str]]:
+def _repeated_below(nodes: Mapping[str, Collection[str]]) -> set[tuple[str, str]]:
     """Return the nodes, as paths without a slash at the end, and names of variables below them."""
     below = set()
-    for leaf, paths in places.items():
-        for path in paths:
-            node = path.rstrip("/")
-            while node:
-                node = node.rpartition("/")[0]
-                if (node, leaf) in below:
+    for path, leaves in nodes.items():
+        for leaf in leaves:
+            key = path.rstrip("/")
+            while key:
+                key = key.rpartition("/")[0]
+                if (key, leaf) in below:
                     break  # the nodes above have it, too
-                below.add((node, leaf))
+                below.add((key, leaf))
     return below
 
 
@@ -267,44 +266,48 @@ def _claim(
             names.claim(dim, size)
 
 
-def _make_group(
-    arrays: Mapping[str, Listed],
-    used_names: Collection[str],
-    maker: VariableMaker,
-    names: AxisNamer,
-    suggested: Mapping[str, Axes],
-    *,
-    coords: _Coordinates,
-    by_facts: Mapping[str, Axes],
-    marks: StackMarks,
-) -> _Group:
-    """Make the variables of one Dataset from arrays by their names in it."""
-    group = _Group({}, {}, {})
-    for leaf, array in arrays.items():
-        name, is_whole = array.tensor.name, array.role is None
-        axis_names = suggested.get(name) if is_whole else None
-        dims = names.name_axes(array.name, array.lazy.shape, axis_names, array.stacked_dims, name)
-        inferred = by_facts.get(name) if is_whole else None
-        axes = _axis_encoding(array, dims, axis_names, inferred, names)
-        if array.stacked is None:
-            kind = group.coords if coords.has(array) else group.variables
-            kind[leaf] = maker.variable(array, dims, axes)
-            continue
-        stack, members = array.stacked
-        attrs = stack_attrs([None if t is None else t.attrs for t in members.tensors])
-        group.variables[leaf] = maker.stack(array, dims, attrs.shared, axes)
-        marks.add(array.name, group.variables[leaf])
-        if members.options.opened is not None:
-            members.options.opened.stacks = marks
-        add_coords(group.coords, leaf, stack, attrs, used_names, marks=marks)
-        if attrs.dropped:
-            group.dropped_attrs[array.name] = attrs.dropped
-    return group
+@dataclass(frozen=True, slots=True)
+class _GroupMaker:
+    """Makes the variables of the Datasets of one opened file."""
+
+    maker: VariableMaker
+    coords: _Coordinates
+    by_facts: Mapping[str, Axes]
+    marks: StackMarks
+
+    def make(
+        self,
+        arrays: Mapping[str, Listed],
+        used_names: Collection[str],
+        names: AxisNamer,
+        suggested: Mapping[str, Axes],
+    ) -> _Group:
+        """Make the variables of one Dataset from arrays by their names in it."""
+        group = _Group({}, {}, {})
+        for leaf, array in arrays.items():
+            name, is_whole = array.tensor.name, array.role is None
+            stated = suggested.get(name) if is_whole else None
+            shape, stacked_dims = array.lazy.shape, array.stacked_dims
+            dims = names.name_axes(array.name, shape, stated, stacked_dims, name)
+            inferred = self.by_facts.get(name) if is_whole else None
+            axes = _axis_encoding(array, dims, stated, inferred, names)
+            if array.stacked is None:
+                kind = group.coords if self.coords.has(array) else group.variables
+                kind[leaf] = self.maker.variable(array, dims, axes)
+                continue
+            stack, members = array.stacked
+            attrs = stack_attrs([None if t is None else t.attrs for t in members.tensors])
+            group.variables[leaf] = self.maker.stack(array, dims, attrs.shared, axes)
+            self.marks.add(array.name, group.variables[leaf])
+            if members.options.opened is not None:
+                members.options.opened.stacks = self.marks
+            add_coords(group.coords, leaf, stack, attrs, used_names, marks=self.marks)
+            if attrs.dropped:
+                group.dropped_attrs[array.name] = attrs.dropped
+        return group
 
 
-def _either(
-    first: tuple[str | None, ...] | None, second: tuple[str | None, ...] | None
-) -> tuple[str | None, ...]:
+def _either(first: Axes | None, second: Axes | None) -> Axes:
     """Return the first names of axes, and the second ones of axes without a first."""
     if first is None or second is None:
         return first or second or ()
@@ -374,7 +377,7 @@ def add_coords(
         coords[coord] = xr.Variable(stack.dims, along.reshape(stack.shape), encoding=encoding)
 
 
-def _stack_encoding(listing: Listing, dropped_attrs: dict[str, list[str]]) -> dict[str, Any]:
+def _encoding_of_dataset(listing: Listing, dropped_attrs: dict[str, list[str]]) -> dict[str, Any]:
     if all(array.stacked is None for array in listing.arrays):
         return {}
     return {"flat_order": listing.flat_order, "dropped_attrs": dropped_attrs}
