@@ -275,28 +275,25 @@ def convert(
     )
     with closing(source), locating(path=source.name):
         with paused_collector():
-            sources = sources_of(source, index.shards)
-            renamed = new_names(index.tensors, names)
             chosen = combined(tensors, exclude, only, lambda: [structure_of(index)])
+            renamed = new_names(index.tensors, names)
             selected = _select_tensors(index, chosen, renamed)
-            fitting.changes.lost = {t.name: t.problem for t in selected if t.problem is not None}
-            selected = [tensor for tensor in selected if tensor.problem is None]
-            fitting.require_readable(len(selected), source.name)
+            readable = _readable_tensors(selected, fitting, source.name)
+            sources = sources_of(source, index.shards)
             gathered = Gathered(
-                [_payload(tensor, sources, verify) for tensor in selected],
+                [_payload(tensor, sources, verify) for tensor in readable],
                 edited_attrs(read_later(index.attrs, sources), set_attrs, unset_attrs),
                 index.arrangement.renamed(renamed),
                 index.attr_types,
                 index.source,
             )
-            old = index if index.format == fitting.writer.name else None
             job = plan_job(
                 gathered,
                 fitting,
                 target,
                 format_options,
                 sources=files_of(source),
-                before=lambda: old,
+                before=lambda: index if index.format == fitting.writer.name else None,
             )
         nbytes = job.run(progress)
     return Conversion(
@@ -305,12 +302,26 @@ def convert(
         tensors=len(job.tensors),
         nbytes=nbytes,
         # The sizes of whole files compare; a selection has no size in the old file.
-        source_nbytes=index.nbytes if len(selected) == len(index.tensors) else None,
-        recasts=tuple(
-            Recast(before, after, count, exact=cast != "allow" or holds(after, before))
-            for (before, after), count in fitting.changes.recast.items()
-        ),
+        source_nbytes=index.nbytes if len(readable) == len(index.tensors) else None,
+        recasts=_recasts_of(fitting),
     )
+
+
+def _readable_tensors(selected: list[Tensor], fitting: Fitting, source: str) -> list[Tensor]:
+    """Return the tensors that can be read; raise if there are others, unless they are left out."""
+    fitting.changes.lost = {t.name: t.problem for t in selected if t.problem is not None}
+    readable = [tensor for tensor in selected if tensor.problem is None]
+    fitting.require_readable(len(readable), source)
+    return readable
+
+
+def _recasts_of(fitting: Fitting) -> tuple[Recast, ...]:
+    """Return the changes of element types."""
+    may_round = fitting.cast == "allow"
+    return tuple([
+        Recast(before, after, count, exact=not may_round or holds(after, before))
+        for (before, after), count in fitting.changes.recast.items()
+    ])  # fmt: skip
 
 
 def _payload(
