@@ -26,7 +26,7 @@ from xckpt.formats.plan import WantedPart
 from xckpt.index import Part
 from xckpt.storage.sink import Sink
 from xckpt.writing import convert, save, verify
-from xckpt.writing.payloads import part_bytes
+from xckpt.writing.payloads import Payload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -234,7 +234,9 @@ def test_an_odd_number_of_small_elements_is_not_rounded_up() -> None:
     packed = CountingSource(bytes([0x21, 0x43, 0x05]))
     reader = PartReader(packed, Part("float4_e2m1fn", (5,), 0, 3))
     array = DenseArray("w", reader, (5,), decode=False)
-    data = part_bytes(array, WantedPart("float16", (5,), 10), "C", "exact", "w")
+    part = WantedPart("float16", (5,), 10)
+    payload = Payload("w", "float16", (5,), {"data": part}, data={"data": array})
+    data = payload.part_bytes("data", part, "exact")
     ((position, (block,)),) = data.blocks(0, data.size, np.empty(64, np.uint8))
     assert position == 0
     assert block.view("f2").tolist() == [0.5, 1, 1.5, 2, 3]

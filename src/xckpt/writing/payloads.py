@@ -27,7 +27,6 @@ __all__ = [
     "Payload",
     "Unchanged",
     "lazy_dask_array",
-    "part_bytes",
     "replacements",
     "source_files",
     "stored_payload",
@@ -53,8 +52,19 @@ class Payload(WantedTensor):
 
     def part_bytes(self, role: str, part: WantedPart, cast: Cast) -> ByteStream:
         """Return the bytes of a part in the form in which they are written."""
+        array, name = self.data[role], self.name
         order = self.order if self.layout == "dense" else "C"
-        return part_bytes(self.data[role], part, order, cast, self.name)
+        if not isinstance(array, OnePartArray) or isinstance(array, DenseArray):
+            data = bytes_of(array, part.dtype, cast, order, name, is_packed=True)
+            if isinstance(data, Converted):
+                if not data.is_turned or (data.is_small and array.reader.part.encoding is None):
+                    return data
+                chunked = lazy_dask_array(array.verified())
+                return Converted(chunked, part.dtype, cast, order, name, is_packed=True)
+        stored = array.reader.part
+        is_same = part.compression == stored.encoding and stored.skip is None
+        is_verbatim = stored.encoding is not None and is_same and part.level is None
+        return StoredBytes(array, is_verbatim=is_verbatim)
 
 
 class Gathered(NamedTuple):
@@ -83,10 +93,10 @@ def stored_payload(
     elif "sparse" in layout and (in_order := canonical_parts(tensor, readers)) is not None:
         parts, data = in_order
     else:
-        for role, p in tensor.parts.items():
+        for role, part in tensor.parts.items():
             name, reader = tensor.name, readers[role]
             shape = decoded_shape(tensor, role, reader)
-            parts[role] = WantedPart.of(p.dtype, shape, p.encoding, p.digest, p.offset)
+            parts[role] = WantedPart.of(part.dtype, shape, part.encoding, part.digest, part.offset)
             if layout == "blocks":
                 data[role] = BlockArray(name, reader, tensor.shape, tensor.dtype)
             elif layout == "dense" and role == "data":
@@ -106,9 +116,9 @@ def stored_payload(
         tensor.dims,
         scheme if isinstance(scheme, Quantization) else None,
         tensor.path,
-        data,
-        values,
-        tuple([stored_payload(*stored) for stored in replacements(tensor, readers)]),
+        data=data,
+        values=values,
+        stored=tuple([stored_payload(*stored) for stored in replacements(tensor, readers)]),
     )
 
 
@@ -118,21 +128,6 @@ def replacements(
     """Yield the tensors that a file has in place of a quantised one, with their readers."""
     for role, stored in (tensor.stored or {}).items():
         yield stored, {"data": replace(readers[role], part=stored.parts["data"])}
-
-
-def part_bytes(array: Any, part: WantedPart, order: str, cast: Cast, tensor: str) -> ByteStream:
-    """Return the bytes of an array in the form of a part of a new file."""
-    if not isinstance(array, OnePartArray) or isinstance(array, DenseArray):
-        data = bytes_of(array, part.dtype, cast, order, tensor, is_packed=True)
-        if isinstance(data, Converted):
-            if not data.is_turned or (data.is_small and array.reader.part.encoding is None):
-                return data
-            chunked = lazy_dask_array(array.verified())
-            return Converted(chunked, part.dtype, cast, order, tensor, is_packed=True)
-    stored = array.reader.part
-    is_same = part.compression == stored.encoding and stored.skip is None
-    is_verbatim = stored.encoding is not None and is_same and part.level is None
-    return StoredBytes(array, is_verbatim=is_verbatim)
 
 
 def lazy_dask_array(lazy: LazyArray) -> Any:
