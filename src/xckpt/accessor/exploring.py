@@ -64,7 +64,7 @@ def compute(
     tensors: OpenTensors, names: Sequence[str], report: Callable[[int, int], object]
 ) -> KnownResults:
     """Compute the statistics of tensors, as `xckpt.notebook.explorer.Compute`."""
-    from xckpt.scan import require_numbers
+    from xckpt.arrays.kinds import require_numbers
     from xckpt.statistics import stats
 
     numeric = []

@@ -28,7 +28,7 @@ from xckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 __all__ = ["commands", "main"]
 
@@ -119,13 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return max(status, _report_lost(lost))
 
 
-def _report_lost(lines: Iterable[str]) -> int:
+def _report_lost(lines: Collection[str]) -> int:
     """Print the causes of unreadable tensors, at the end, where they are seen; return a status."""
-    status = 0
     for line in lines:
         complain(line)
-        status = DAMAGED
-    return status
+    return DAMAGED if lines else 0
 
 
 class _Commands(click.Group):
@@ -163,9 +161,9 @@ def commands() -> None:
     """
 
 
-for _command in (info, browse, footprint, steps, stats, spectrum, compare, report):
-    commands.add_command(_command)
-for _command in (convert, extract, manifest, verify):
+_IN_ORDER = [info, browse, footprint, steps, stats, spectrum, compare, report]
+_IN_ORDER += [convert, extract, manifest, verify]
+for _command in _IN_ORDER:
     commands.add_command(_command)
 
 

@@ -80,11 +80,8 @@ def structure_blocks(structure: Structure) -> list[Block]:
     roles = Counter(role.value for role in structure.roles.values()).most_common()
     counts = ", ".join([f"{count:,} {role}" for role, count in roles])
     total = counted(len(structure), "tensor")
-    fields = [
-        Field("tensors", "pattern"),
-        *(Field("count", "word"), Field("role", "word"), Field("kind", "word")),
-        *(Field("axes", "word"), Field("evidence")),
-    ]
+    words = [Field(title, "word") for title in ("count", "role", "kind", "axes")]
+    fields = [Field("tensors", "pattern"), *words, Field("evidence")]
     return [Sentence("lead", f"{total}: {counts}"), Table(fields, lines)]
 
 

@@ -5,7 +5,3 @@ above: statistics, comparison, health. Read `scanning` first, from `gather` down
 `arrays.streams` (a tensor as a sequence of elements). `entries` opens a path, lists the tensors of
 an object, and lays out results in the shape of the object.
 """
-
-from xckpt.arrays.kinds import require_numbers
-
-__all__ = ["require_numbers"]

@@ -190,9 +190,8 @@ def attribute_sentence(result: xr.Dataset, rest: str = '.attrs["attributes"]') -
         return ""
     texts = [shortened(printable(change), _WIDEST_CHANGE) for change in changes[:_MOST_ATTRIBUTES]]
     verb = "attribute differs" if len(changes) == 1 else "attributes differ"
-    more = len(changes) - len(texts)
-    end = f"; … {more:,} more: {rest}" if more else ""
-    return f"{len(changes):,} {verb}: {'; '.join(texts)}{end}"
+    texts += filter(None, [more(len(changes) - len(texts), where=rest)])
+    return f"{len(changes):,} {verb}: {'; '.join(texts)}"
 
 
 def cause_text(cause: str, offset: float, scale: float, heads: float) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 
-# Ranges closer than this are merged, up to this total size: larger ones are worth several requests.
+# Ranges closer than `_GAP` are merged, up to a total size that is worth several requests.
 _GAP = 1 << 20
 _LARGEST_MERGED = 64 << 20
+# Size of a huge page, in bytes.
+_HUGE = 2 << 20
 
 
 def components(name: str) -> list[str]:
@@ -34,10 +36,6 @@ def components(name: str) -> list[str]:
         reason = f"{shown(name)} is not the name of a file in the same folder"
         raise FormatError(reason, rule="FileName")
     return parts
-
-
-# Size of a huge page, in bytes.
-_HUGE = 2 << 20
 
 
 def empty(nbytes: int) -> memoryview:
@@ -137,13 +135,12 @@ class Source(ABC):
             self.check_range(offset, nbytes)
         spans = _merged(ranges, self.worth_skipping or _GAP)
         pieces = [memoryview(b"")] * len(ranges)
-        places = [(start, stop - start) for start, stop, _ in spans]
-        with self.reading_ahead(places):
-            read = [self.view(*place) for place in places]
-        for (start, _, members), block in zip(spans, read, strict=True):
-            for member in members:
-                offset, nbytes = ranges[member]
-                pieces[member] = block[offset - start :][:nbytes]
+        with self.reading_ahead([(span.offset, span.nbytes) for span in spans]):
+            blocks = [self.view(span.offset, span.nbytes) for span in spans]
+        for span, block in zip(spans, blocks, strict=True):
+            for position in span.positions:
+                offset, nbytes = ranges[position]
+                pieces[position] = block[offset - span.offset :][:nbytes]
         return pieces
 
     def reading_ahead(self, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager[None]:
@@ -198,19 +195,28 @@ class Source(ABC):
             )
 
 
-def _merged(ranges: Sequence[tuple[int, int]], gap: int) -> list[tuple[int, int, list[int]]]:
-    """Merge ranges near each other; return start, stop, and the numbers of the ranges inside."""
-    # `fsspec.utils.merge_offset_ranges` does not return these numbers.
-    spans: list[tuple[int, int, list[int]]] = []
-    for member in sorted(range(len(ranges)), key=ranges.__getitem__):
-        start, stop = ranges[member][0], sum(ranges[member])
+class _Span(NamedTuple):
+    """A range of bytes to read, and the positions of the requested ranges inside."""
+
+    offset: int
+    nbytes: int
+    positions: list[int]
+
+
+def _merged(ranges: Sequence[tuple[int, int]], gap: int) -> list[_Span]:
+    """Merge ranges near each other."""
+    # `fsspec.utils.merge_offset_ranges` does not return which ranges a merged one has.
+    spans: list[_Span] = []
+    for position in sorted(range(len(ranges)), key=ranges.__getitem__):
+        start, stop = ranges[position][0], sum(ranges[position])
         if spans:
-            first, end, members = spans[-1]
+            first, nbytes, positions = spans[-1]
+            end = first + nbytes
             if stop <= end or (start - end <= gap and stop - first <= _LARGEST_MERGED):
-                members.append(member)
-                spans[-1] = first, max(end, stop), members
+                positions.append(position)
+                spans[-1] = _Span(first, max(end, stop) - first, positions)
                 continue
-        spans.append((start, stop, [member]))
+        spans.append(_Span(start, stop - start, [position]))
     return spans
 
 
