@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from operator import index as as_integer
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
@@ -119,39 +120,18 @@ def open_steps(
     format_options = tuple(formats.get(engine).open_options)
     selected = {"tensors": tensors, **options}
     parsed = OpenOptions.parse(selected, engine=engine, own=format_options)
-    names = {number: place.text for number, place in run.steps.items()}
-
-    def opened_step(place: Location) -> OpenFile | Exception:
-        try:
-            source, index = open_index(
-                place,
-                engine,
-                mmap=parsed.mmap,
-                whole=parsed.decode,
-                silent=True,
-                tensors=parsed.tensors,
-                missing=parsed.missing,
-                join_ranks=parsed.join_ranks,
-                **parsed.format_options,
-            )
-        except FileChangedError:
-            raise
-        except (OSError, CheckpointError) as error:
-            return error
-        if parsed.structure is not None:
-            index = correct(index, parsed.structure)
-        return OpenFile(place.text, source, index)
-
+    open_step = partial(_open_step, engine=engine, options=parsed)
     places = [run.steps[number] for number in sorted(run.steps)]
     with ThreadPoolExecutor(min(len(places), _CONCURRENCY)) as threads:
-        results = list(threads.map(opened_step, places))
+        results = list(threads.map(open_step, places))
     opened = [result for result in results if isinstance(result, OpenFile)]
     failures = [result for result in results if isinstance(result, Exception)]
     if failures and (location.kind == "list" or not opened):
         raise failures[0]
     _warn(location, opened, failures, run)
     labels = {file.label for file in opened}
-    names = {number: names[number] for number in sorted(names) if names[number] in labels}
+    paths = {step: run.steps[step].text for step in sorted(run.steps)}
+    paths = {step: path for step, path in paths.items() if path in labels}
     files = CheckpointFiles(
         location.pinned().text,
         (),
@@ -160,7 +140,30 @@ def open_steps(
         unfinished=tuple(run.unfinished),
     )
     with paused_collector():
-        return cast("Dataset", _combined(files, opened, (dim, names), join, parsed))
+        return cast("Dataset", _combined(files, opened, paths, join, parsed, dim=dim))
+
+
+def _open_step(place: Location, engine: str, options: OpenOptions) -> OpenFile | Exception:
+    """Open the checkpoint of a step, or return the error."""
+    try:
+        source, index = open_index(
+            place,
+            engine,
+            mmap=options.mmap,
+            whole=options.decode,
+            silent=True,
+            tensors=options.tensors,
+            missing=options.missing,
+            join_ranks=options.join_ranks,
+            **options.format_options,
+        )
+    except FileChangedError:
+        raise
+    except (OSError, CheckpointError) as error:
+        return error
+    if options.structure is not None:
+        index = correct(index, options.structure)
+    return OpenFile(place.text, source, index)
 
 
 def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
@@ -257,12 +260,13 @@ def _numbers_in(paths: list[str]) -> list[int]:
 def _combined(
     files: CheckpointFiles,
     opened: list[OpenFile],
-    new: tuple[str, dict[int, str]],
+    paths: dict[int, str],
     join: str,
     options: OpenOptions,
+    *,
+    dim: str,
 ) -> xr.Dataset:
-    """Return the Dataset of all steps; `new` is the dimension, and the path of each step."""
-    dim, paths = new
+    """Return the Dataset of all steps, by their paths, along a new dimension."""
     steps = list(paths)
     drop = options.dropped
     names = [select(file.index.tensors, options.filter(file.index)) for file in opened]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.kinds import Kind
     from xckpt.arrays.streams import ElementStream
+    from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.scan.entries import Describable, Entry
     from xckpt.typing import Array, Dataset
@@ -189,11 +190,18 @@ def histogram(
         cache_key = ("tallies", *edges.tolist())
         width = len(edges) - 1
         rows = rows_of(streams, cache_key, width, count, enabled=cache)
+    return _laid_out(rows.view(np.int64), edges, entries, contents)
+
+
+def _laid_out(
+    rows: Array, edges: Array, entries: Sequence[Entry], contents: OpenTensors
+) -> Dataset:
+    """Return the counts of each variable, with the edges of the bins as coordinates."""
     variables: dict[Hashable, Any] = {}
     stop = 0
     for entry in entries:
         start, stop = stop, stop + len(entry.streams)
-        counts = laid(rows[start:stop].view(np.int64), entry.shape, entry.gone)
+        counts = laid(rows[start:stop], entry.shape, entry.gone)
         variables[entry.name] = xr.Variable(("bin", *entry.dims), counts, None, entry.encoding)
     stacked = {dim for entry in entries for dim in entry.dims}
     coords: dict[Hashable, Any] = {

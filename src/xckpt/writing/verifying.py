@@ -263,14 +263,8 @@ def verify(
     except FileChangedError:
         raise
     except CheckpointError as error:
-        message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
-        finding = _finding(error)._replace(file=None, message=message)
-        code = map(_finding_of_code, code_findings(error.executes, ()))
-        return Report(error.path or "", "", "", 0, 0, (finding, *code))
+        return _report_of_error(error)
     findings = _stated(index)
-    for name in () if index.checkpoint is None else index.checkpoint.incomplete:
-        reason = "a download into the file did not end: its contents may have holes"
-        findings.append(Finding("error", None, None, None, reason, name))
     findings += _copies(source, index, storage_options)
     findings += _copies_on_ranks(path, engine, index, storage_options)
     errors: list[tuple[str, CheckpointError]] = []
@@ -307,16 +301,33 @@ def verify(
             # Checking a file may take a request.
             with ThreadPoolExecutor(_CONCURRENCY) as threads:
                 findings += filter(None, threads.map(_change, set(sources.values())))
-    relative = tuple([f if f.file != source.name else f._replace(file=None) for f in findings])
-    counts = len(checked_tensors), digests, relative, unchecked
-    return Report(source.name, index.format, index.version, *counts)
+    return Report(
+        source.name,
+        index.format,
+        index.version,
+        len(checked_tensors),
+        digests,
+        tuple([f if f.file != source.name else f._replace(file=None) for f in findings]),
+        unchecked,
+    )
+
+
+def _report_of_error(error: CheckpointError) -> Report:
+    """Return the report on a checkpoint that cannot be opened."""
+    message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
+    finding = _finding(error)._replace(file=None, message=message)
+    code = map(_finding_of_code, code_findings(error.executes, ()))
+    return Report(error.path or "", "", "", 0, 0, (finding, *code))
 
 
 def _stated(index: Index) -> list[Finding]:
-    """Report the warnings of a checkpoint, and functions that run when others unpickle it."""
+    """Report warnings, functions that run when others unpickle it, and files with holes."""
     texts = (*index.warnings, *index.facts)
     findings = [Finding("warning", None, None, None, text) for text in texts]
-    return [*findings, *map(_finding_of_code, index.risks)]
+    findings += map(_finding_of_code, index.risks)
+    incomplete = () if index.checkpoint is None else index.checkpoint.incomplete
+    reason = "a download into the file did not end: its contents may have holes"
+    return [*findings, *[Finding("error", None, None, None, reason, name) for name in incomplete]]
 
 
 def _finding_of_code(code: CodeFinding) -> Finding:
