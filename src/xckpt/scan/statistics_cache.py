@@ -29,7 +29,7 @@ import numpy as np
 
 from xckpt.index import paused_collector
 from xckpt.storage import cache
-from xckpt.storage.remote import is_of_one_opening
+from xckpt.storage.source import is_of_one_opening
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -24,14 +24,7 @@ from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, sh
 from xckpt.interrupts import deliver, is_pending
 from xckpt.storage.cache import FIRST_NBYTES
 from xckpt.storage.limits import MORE_FILES, Locks, Pool
-from xckpt.storage.remote import (
-    RemoteSource,
-    changed,
-    file_system_of,
-    identified,
-    is_of_one_opening,
-    unsupported,
-)
+from xckpt.storage.remote import RemoteSource, changed, file_system_of, identified, unsupported
 from xckpt.storage.requests import (
     TransientError,
     called_within,
@@ -40,6 +33,7 @@ from xckpt.storage.requests import (
     split_options,
     submit,
 )
+from xckpt.storage.source import is_of_one_opening
 from xckpt.storage.stores import (
     address_of,
     headers_of,

@@ -38,7 +38,7 @@ from xckpt.storage.requests import (
     submit,
     wait_for,
 )
-from xckpt.storage.source import Source, components
+from xckpt.storage.source import OPENING, Source, components, is_of_one_opening
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,18 +50,11 @@ TRUSTED_SECONDS = 10.0
 _LONGEST_VERSION = 1024
 _NOTHING = memoryview(b"")
 
-# Parts of the identity of a file without a version, whose beginning is read again now and then.
-_OPENING, _BEGINNING = "opening", "beginning"
+# Part of the identity of a file without a version, whose beginning is read again now and then.
+_BEGINNING = "beginning"
 
 # Times of the last check that files are unchanged, in this process, by name and identity.
 _checks: Pool[SimpleNamespace] = Pool(limit=1024)
-
-
-def is_of_one_opening(identity: Any) -> bool:
-    """Return whether an identity, or a part of it, is valid for one opening of a file only."""
-    return isinstance(identity, tuple) and (
-        identity[:1] == (_OPENING,) or any(map(is_of_one_opening, identity))
-    )
 
 
 class RemoteSource(Source):
@@ -194,7 +187,7 @@ class RemoteSource(Source):
         """Identify a file without a version by its beginning, and warn about that."""
         self._first = self._first or self._requested(0, min(self.size, FIRST_NBYTES))
         # Another opening may find another version.
-        opening = (_OPENING, uuid.uuid4().hex)
+        opening = (OPENING, uuid.uuid4().hex)
         self.identity = (self.size, opening, (_BEGINNING, _digest(self._first)))
         warn(
             f"{self.name}: the server sends neither ETag nor Last-Modified, so changes of the file "

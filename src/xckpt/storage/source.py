@@ -55,6 +55,17 @@ def empty_array(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return memory[start : start + nbytes]
 
 
+#: Part of the identity of a file without a version.
+OPENING = "opening"
+
+
+def is_of_one_opening(identity: Any) -> bool:
+    """Return whether an identity, or a part of it, is valid for one opening of a file only."""
+    return isinstance(identity, tuple) and (
+        identity[:1] == (OPENING,) or any(map(is_of_one_opening, identity))
+    )
+
+
 class Source(ABC):
     """The bytes of one file, local or remote; pickles by path or URL and identity."""
 
