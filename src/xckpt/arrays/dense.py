@@ -78,8 +78,8 @@ class OnePartArray(LazyArray):
         """Return a selection of the elements, as an array of a shape in C order."""
         run = contiguous_run(shape, key)
         size = prod(run.shape)
-        is_wasteful = size * self.dtype.itemsize > _BLOCK_NBYTES
-        is_wasteful = is_wasteful and size > 2 * prod(result_shape(shape, key))
+        is_large = size * self.dtype.itemsize > _BLOCK_NBYTES
+        is_wasteful = is_large and size > 2 * prod(result_shape(shape, key))
         gathered = self._gathered(shape, key) if is_wasteful else None
         if gathered is not None:
             return gathered
@@ -211,8 +211,14 @@ class DenseArray(OnePartArray):
     @property
     def undecoded(self) -> DenseArray:
         """See `OnePartArray.undecoded`."""
-        options: Any = {"order": self.order, "decode": self._is_bool, "strict": self.strict}
-        return DenseArray(self.name, self.reader, self.shape, **options)
+        return DenseArray(
+            self.name,
+            self.reader,
+            self.shape,
+            order=self.order,
+            decode=self._is_bool,
+            strict=self.strict,
+        )
 
     @property
     def undecoded_dtype(self) -> np.dtype[Any]:
@@ -295,7 +301,7 @@ class DenseArray(OnePartArray):
     @property
     def _is_copied(self) -> bool:
         """Whether raw elements are copied into memory of this process, at little other cost."""
-        return self._is_wide and self.reader.source.worth_skipping is not None
+        return self.reader.source.worth_skipping is not None and self._is_wide
 
     def _gathered(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Array | None:
         """Read scattered elements, in little more memory than the result needs."""
@@ -326,13 +332,14 @@ class DenseArray(OnePartArray):
         return out.reshape(result_shape(shape, key))
 
     def _elements(self, start: int, stop: int) -> Array:
-        part, source, itemsize = self.reader.part, self.reader.source, self.dtype.itemsize
-        if self._is_wide and self._is_native and (self._is_copied or source.is_far):
+        source, itemsize = self.reader.source, self.dtype.itemsize
+        nbytes, is_copied = (stop - start) * itemsize, self._is_copied
+        if self._is_native and (is_copied or (self._is_wide and source.is_far)):
             self.reader.check(self.part_nbytes)
-            memory = source.read(part.offset + start * itemsize, (stop - start) * itemsize)
+            memory = source.read(self.reader.part.offset + start * itemsize, nbytes)
             return np.frombuffer(memory, self.dtype)
-        if self._is_copied:
-            flat = empty_array((stop - start) * itemsize).view(self.dtype)
+        if is_copied:  # and decoded block by block
+            flat = empty_array(nbytes).view(self.dtype)
             self._read_run(start, flat)
             return flat
         bits = self._bits
