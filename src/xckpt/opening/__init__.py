@@ -84,7 +84,7 @@ _on_hub: Pool[str] = Pool(limit=256)
 
 
 def open_index(
-    obj: Any,
+    path: Any,
     format: str | None = None,
     *,
     storage_options: dict[str, Any] | None = None,
@@ -105,7 +105,7 @@ def open_index(
     whether ranks of one model become whole tensors; with ``"auto"`` a warning gives the reason if
     that is not known.
     """
-    location = Location.of(obj, storage_options)
+    location = Location.of(path, storage_options)
     with advising(location):
         files = files_of(location, format)
         files, opened = open_each(files, format, format_options, mmap=mmap)
@@ -343,9 +343,9 @@ def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None)
     return open_index(path, storage_options=storage_options)[1]
 
 
-def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
+def format_of(path: Any, storage_options: dict[str, Any] | None = None) -> str:
     """Return the format of a checkpoint, detected from its content."""
-    location = Location.of(obj, storage_options)
+    location = Location.of(path, storage_options)
     with advising(location):
         source = _readable_file(files_of(location))
     with source.reading_header() as header:
@@ -366,10 +366,10 @@ def _readable_file(files: CheckpointFiles) -> Source:
     return next((file for file in others if formats.recognized(file) is not None), first)
 
 
-def is_format(obj: Any, format: str) -> bool:
+def is_format(path: Any, format: str) -> bool:
     """Return whether an object is a checkpoint of a format; False for anything else."""
     try:
-        location = Location.of(obj)
+        location = Location.of(path)
         if location.kind == "hub":
             return _is_format_on_hub(location, format)
         if not location.is_local and location.is_named:
@@ -382,7 +382,7 @@ def is_format(obj: Any, format: str) -> bool:
         return True  # so that the user sees the error with the list of files
     except (OSError, TypeError, ValueError) as error:
         # The error of opening a missing file suggests a similar name, which xarray does not.
-        return type(error) is FileNotFoundError and _is_called_like(str(obj), format)
+        return type(error) is FileNotFoundError and _is_called_like(str(path), format)
     if recognized is not None:
         return recognized.name == format
     # The error of opening a damaged file explains the damage, which xarray does not.

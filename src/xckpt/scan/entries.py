@@ -85,7 +85,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(
-    tensors: OpenTensors,
+    contents: OpenTensors,
     dims: Collection[Hashable] | None = None,
     names: Collection[Hashable] | None = None,
     *,
@@ -93,11 +93,11 @@ def entries_of(
     silent: bool = False,
 ) -> list[Entry]:
     """List the variables of numbers with their tensors; warn about other and unreadable ones."""
-    entries = all_entries(tensors, dims, names, silent=silent)
+    entries = all_entries(contents, dims, names, silent=silent)
     if chosen is not None:
         entries = _selected(entries, chosen)
     if not silent:
-        warn_of_unreadable(tensors, entries)
+        warn_of_unreadable(contents, entries)
     return [entry for entry in entries if entry.is_readable]
 
 
@@ -120,14 +120,14 @@ def _selected(entries: Sequence[Entry], chosen: TensorFilter) -> list[Entry]:
     return selected
 
 
-def warn_of_unreadable(tensors: OpenTensors, entries: Sequence[Entry]) -> None:
+def warn_of_unreadable(contents: OpenTensors, entries: Sequence[Entry]) -> None:
     """Warn of tensors that cannot be read: once of damage, and once for each unsupported kind."""
     lost = [(r.name, r.problem) for e in entries if not e.is_readable for r in e.streams]
     causes = causes_of([(name, problem) for name, problem in lost if problem is not None])
     damage = [cause for cause in causes if cause.is_damage]
     if damage:
         total = sum([len(entry.streams) or 1 for entry in entries])
-        warn(unreadable_text(tensors.source, damage, total), UnreadableWarning)
+        warn(unreadable_text(contents.source, damage, total), UnreadableWarning)
     for cause in causes:
         if not cause.is_damage:
             _warn_of_skipped(cause.tensors, cause.error.reason)
@@ -139,7 +139,7 @@ def _warn_of_skipped(names: Sequence[str], reason: str) -> None:
 
 
 def all_entries(
-    tensors: OpenTensors,
+    contents: OpenTensors,
     dims: Collection[Hashable] | None = None,
     names: Collection[Hashable] | None = None,
     *,
@@ -147,22 +147,22 @@ def all_entries(
 ) -> list[Entry]:
     """List the variables of numbers, also those that cannot be read; warn about other variables."""
     # By default, all variables are listed, and all dimensions except stacked ones are reduced.
-    chosen = tensors.variable_names if names is None else names
+    names = contents.variable_names if names is None else names
     if dims is not None:
-        variables = tensors.variables
-        chosen = [name for name in variables if _dims_among(dims, variables[name])]
-        _require_dims(tensors, dims)
+        variables = contents.variables
+        names = [name for name in variables if _dims_among(dims, variables[name])]
+        _require_dims(contents, dims)
     entries = []
     left_out: dict[str, list[str]] = defaultdict(list)
-    for name in chosen:
-        lazy = tensors.stored(name)
+    for name in names:
+        lazy = contents.stored(name)
         first = lazy.first if isinstance(lazy, StackedArray) else lazy
         if isinstance(first, UnreadableArray) and isinstance(lazy, UnreadableArray | StackedArray):
-            entries.append(_unreadable(tensors, name, lazy))
+            entries.append(_unreadable(contents, name, lazy))
             continue
         try:
-            along = None if dims is None else _dims_among(dims, tensors.variables[name])
-            entry = _entry(tensors, name, lazy, along)
+            along = None if dims is None else _dims_among(dims, contents.variables[name])
+            entry = _entry(contents, name, lazy, along)
             if entry.gone is None or not entry.gone.all():
                 entries.append(entry)
         except TypeError as error:
@@ -182,16 +182,16 @@ def _dims_among(dims: Collection[Hashable], variable: xr.Variable) -> set[Hashab
     return at.union(set(dims).intersection(variable.dims))
 
 
-def _require_dims(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
+def _require_dims(contents: OpenTensors, dims: Collection[Hashable]) -> None:
     """Raise if a dimension belongs to no variable."""
-    existing = {dim for variable in tensors.variables.values() for dim in variable.dims}
-    deepest = max([variable.ndim for variable in tensors.variables.values()], default=0)
+    existing = {dim for variable in contents.variables.values() for dim in variable.dims}
+    deepest = max([variable.ndim for variable in contents.variables.values()], default=0)
     positions = [dim for dim in dims if isinstance(dim, int) and -deepest <= dim < deepest]
     unknown = set(dims) - existing - set(positions)
     if unknown:
         dim = str(min(unknown, key=str))
         stacked = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
-        is_module = dim in tensors.structure.repeated_modules()
+        is_module = dim in contents.structure.repeated_modules()
         raise ValueError(no_dimension(dim, map(str, existing)) + stacked * is_module)
 
 
@@ -205,31 +205,31 @@ def no_dimension(dim: str, existing: Iterable[str]) -> str:
 
 
 def _unreadable(
-    tensors: OpenTensors, name: Hashable, lazy: UnreadableArray | StackedArray
+    contents: OpenTensors, name: Hashable, lazy: UnreadableArray | StackedArray
 ) -> Entry:
     """Return the entry of a variable that cannot be read."""
-    encoding = tensors.naming(name)
+    encoding = contents.naming(name)
     if not isinstance(lazy, StackedArray):
         stream = of_tensor(lazy)
-        return Entry(name, (), (), (stream,), encoding, tensors, is_readable=False)
+        return Entry(name, (), (), (stream,), encoding, contents, is_readable=False)
     members: Any = lazy.members
     streams = tuple([of_tensor(member) for member in members])
-    dims = tensors.variables[name].dims[: len(lazy.grid)]
-    return Entry(name, dims, lazy.grid, streams, encoding, tensors, is_readable=False)
+    dims = contents.variables[name].dims[: len(lazy.grid)]
+    return Entry(name, dims, lazy.grid, streams, encoding, contents, is_readable=False)
 
 
 def _entry(
-    tensors: OpenTensors,
+    contents: OpenTensors,
     name: Hashable,
     lazy: LazyArray | None,
     reduced: Collection[Hashable] | None,
 ) -> Entry:
-    encoding = tensors.naming(name)
+    encoding = contents.naming(name)
     streams: tuple[ElementStream, ...]
     if lazy is not None and reduced is None and not isinstance(lazy, StackedArray):
         streams = (of_tensor(lazy, _flat_name(name, encoding)),)
-        return Entry(name, (), (), streams, encoding, tensors)
-    variable = tensors.variables[name]
+        return Entry(name, (), (), streams, encoding, contents)
+    variable = contents.variables[name]
     record = stack_of(variable)
     if reduced is None:
         stacked: tuple[Hashable, ...] = () if record is None else record.dims
@@ -240,11 +240,11 @@ def _entry(
             rows = prod(_shape(variable, dims))
             require_memory(rows * _ROW_NBYTES, "Describe fewer rows of it at once")
     shape = _shape(variable, dims)
-    gone, absent = _absent(variable, dims, tensors.coords)
+    gone, absent = _absent(variable, dims, contents.coords)
     inner = [variable.sizes[dim] for dim in variable.dims if dim not in dims]
     if reduced is not None and prod(inner) <= LONGEST_ROW:
         require_numbers(variable.dtype)
-        return Entry(name, dims, shape, (), encoding, tensors, gone, absent)
+        return Entry(name, dims, shape, (), encoding, contents, gone, absent)
     if lazy is not None and not dims:
         streams = (of_tensor(lazy, _flat_name(name, encoding)),)
     elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
@@ -253,13 +253,13 @@ def _entry(
         step = f"{record.run}." if record is not None and record.is_one_step(variable.dims) else ""
         streams = tuple(of_tensor(m, _without_step(m.name, step) + part) for m in members)
     else:
-        names = member_names(name, variable, dims, tensors.coords)
+        names = member_names(name, variable, dims, contents.coords)
         values = unread_values(variable.transpose(*dims, ...))
         arrays = (values[position] if position else values for position in np.ndindex(shape))
         pairs = zip(arrays, names, strict=True)
         present = pairs if gone is None else compress(pairs, ~gone.ravel())
         streams = tuple(of_array(array, str(tensor)) for array, tensor in present)
-    return Entry(name, dims, shape, streams, encoding, tensors, gone, absent)
+    return Entry(name, dims, shape, streams, encoding, contents, gone, absent)
 
 
 def _without_step(name: str, run: str) -> str:
