@@ -55,9 +55,14 @@ from xckpt.formats.pickles.scanning import scan
 from xckpt.formats.plan import LOST_DIMS, Draft, LiteralBytes, Plan, PlannedPart, WantedTensor
 from xckpt.index import Index, Part, Tensor, is_json
 
-_MAGIC, _SUFFIX, _ALIGNMENT, _LONGEST_TEXT = b"\x93NUMPY", ".npy", 64, 1 << 16
-# Arrays one after another: the suffixes, the limit of the text before them, and how it begins.
-_STREAMS, _LONGEST_LINE, _JSON = (_SUFFIX, ".eqx"), 1 << 16, (b"{", b"[", b'"')
+_MAGIC = b"\x93NUMPY"
+_SUFFIX = ".npy"
+_ALIGNMENT = 64
+_LONGEST_TEXT = 1 << 16
+# Suffixes of arrays one after another, and the text that may be before them.
+_STREAMS = (_SUFFIX, ".eqx")
+_LONGEST_LINE = 1 << 16
+_JSON = (b"{", b"[", b'"')
 _LENGTHS = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
 _KEYS = ["descr", "fortran_order", "shape"]
 # A type by its byte order, kind and size, and of dates the unit.

@@ -113,13 +113,18 @@ class Computed(NamedTuple):
             offset = encoding.get("offset", 0)
             parts = {"data": WantedPart.of(self.dtype, array.shape, compression, digest, offset)}
         order: Any = "C" if self.is_sparse else encoding.get("stored_order", "C")
-        attrs, path = self.variable.attrs, self.variable.encoding.get("path")
-        common = self.name, self.dtype, array.shape, parts, layout, order, attrs, self.dims
         # Rounding happens while the values are written, which counts those that are too large.
         wide = unrounded(self.variable)
         return Payload(
-            *common,
-            path=path,
+            self.name,
+            self.dtype,
+            array.shape,
+            parts,
+            layout,
+            order,
+            self.variable.attrs,
+            self.dims,
+            path=self.variable.encoding.get("path"),
             data=data if wide is None else {"data": wide},
             values=values,
             rounds=self.rounds or wide is not None,
