@@ -124,7 +124,8 @@ def list_arrays(
     arrays = [array for array in _name_parts(arrays, tensors) if array.name not in drop]
     if options.globs_of_dims and arrays:
         _warn_of_unused_names(index, arrays, options.globs_of_dims)
-    return Listing(arrays, *_orders(arrays, tensors), sources, index.shared)
+    flat_order, file_order = _orders(arrays, tensors)
+    return Listing(arrays, flat_order, file_order, sources, index.shared)
 
 
 def _name_parts(arrays: list[Listed], tensors: list[Tensor]) -> list[Listed]:

@@ -329,21 +329,27 @@ def _axis_encoding(
         return {}
     inner = dims[len(array.stacked_dims) :]
     users_names = names.users_names(array.name) or names.users_names(array.tensor.name) or ()
-    in_file, by_facts = _other_names(inner, array.suggested, inferred, users_names)
+    others = _other_names(inner, array.suggested, inferred, users_names)
     entries: dict[str, dict[str, str | None]] = {}
-    if in_file:
-        entries["axes"] = dict(in_file)
-    if by_facts:
-        entries["axes_by_facts"] = dict(by_facts)
+    if others.in_file:
+        entries["axes"] = dict(others.in_file)
+    if others.by_facts:
+        entries["axes_by_facts"] = dict(others.by_facts)
     return entries
+
+
+class _OtherNames(NamedTuple):
+    """Dimensions with the names that the file, or its facts, give their axes instead."""
+
+    in_file: tuple[tuple[str, str | None], ...]
+    by_facts: tuple[tuple[str, str | None], ...]
 
 
 # Layers repeat the same names.
 @lru_cache(maxsize=1024)
 def _other_names(
     dims: tuple[str, ...], stated: Axes | None, inferred: Axes | None, users_names: Axes
-) -> tuple[tuple[tuple[str, str | None], ...], tuple[tuple[str, str | None], ...]]:
-    """Return the dimensions that the file names otherwise, and those that facts name otherwise."""
+) -> _OtherNames:
     unnamed = (None,) * len(dims)
     in_file, by_facts = [], []
     for dim, in_place, name in zip(dims, stated or unnamed, inferred or unnamed, strict=True):
@@ -354,7 +360,7 @@ def _other_names(
             in_file.append((dim, in_place))
         if in_place is None and name not in {None, shown}:
             by_facts.append((dim, name))
-    return tuple(in_file), tuple(by_facts)
+    return _OtherNames(tuple(in_file), tuple(by_facts))
 
 
 def add_coords(
