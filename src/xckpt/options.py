@@ -299,7 +299,7 @@ def takes(
 
 
 _BY_PLACE = {Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD}
-# Parameters that are no options, but what a function is called with.
+# Parameters other than options: the objects that a function is called with.
 _SUBJECTS = {"self", "obj", "a", "b", "source"}
 
 

@@ -228,7 +228,7 @@ def read_small(array: Any) -> Array | None:
     if has_scheduler or not _is_dense(lazy):
         return None
     values = np.asarray(lazy[...])
-    # Views of a file are read-only, and those of a slice may be of more than they show.
+    # A view of a mapped file is read-only, and a slice may be a view of more than it shows.
     is_own = values.flags.writeable and not isinstance(lazy, SlicedArray)
     return values if is_own else values.copy()
 

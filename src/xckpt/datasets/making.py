@@ -153,7 +153,7 @@ def _suggested_in(
 
 
 def _add_attrs(datasets: dict[str, xr.Dataset], modules: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add the attributes of modules, also of those without tensors."""
+    """Add the attributes of all modules, with or without tensors."""
     for path, attrs in sorted(modules.items()):
         parent, slash, leaf = path.rpartition("/")
         if path in datasets:
@@ -329,12 +329,12 @@ def _axis_encoding(
         return {}
     inner = dims[len(array.stacked_dims) :]
     users_names = names.users_names(array.name) or names.users_names(array.tensor.name) or ()
-    others = _other_names(inner, array.suggested, inferred, users_names)
+    other_names = _other_names(inner, array.suggested, inferred, users_names)
     entries: dict[str, dict[str, str | None]] = {}
-    if others.in_file:
-        entries["axes"] = dict(others.in_file)
-    if others.by_facts:
-        entries["axes_by_facts"] = dict(others.by_facts)
+    if other_names.in_file:
+        entries["axes"] = dict(other_names.in_file)
+    if other_names.by_facts:
+        entries["axes_by_facts"] = dict(other_names.by_facts)
     return entries
 
 

@@ -294,7 +294,7 @@ def draw_error(
 
 
 def _worst_values(rows: Sequence[Array], width: int, statistic: str) -> Array:
-    """Return rows of one width, the worst of neighbours where there is no room for all."""
+    """Return rows of one width, with the worst of neighbours that share a place."""
     worst = np.fmin if statistic in _GOOD_IF_LARGE else np.fmax
     values = np.empty((len(rows), width))
     for line, row in zip(values, rows, strict=True):

@@ -44,7 +44,6 @@ PIPELINE_PARTS = {
 _WORDS = PIPELINE_PARTS.keys() - {"transformer"}  # which is any module of other models
 # Parts of one model whose modules have the same slots.
 _INNER = frozenset({"vision", "text", "audio", "encoder", "decoder"})
-_TEXT_ENCODERS = ("text", "text_encoder")
 # Slots that are fused in some models, with those that they consist of, in the order of their rows.
 _FUSED = {
     "attention.qkv": ("attention.query", "attention.key", "attention.value"),

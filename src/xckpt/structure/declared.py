@@ -30,6 +30,7 @@ fact              meaning
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.structure.info import Role
@@ -206,7 +207,6 @@ _ROLES = {
 }
 # If a tensor has several uses, the first of these letters decides.
 _RANK = "scmwbgetk-"
-_NARROW = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})
 _INTEGER = re.compile(r"u?int[0-9]+|bool|string")
 
 
@@ -218,7 +218,7 @@ def _from_uses(
     letter, operator, position, producers = min(letters, key=lambda use: _RANK.index(use[0]))
     reason = f"{operator}[{position}]"
     module_type = next((kind for kind in map(_module_type, uses) if kind), "")
-    size = _size(shape)
+    size = prod(shape)
     is_integer = _INTEGER.fullmatch(dtype) is not None
     role = _ROLES.get(letter)
     if letter == "e":
@@ -276,20 +276,6 @@ def _operand_role(
     if is_constant or size <= 1 or (operator in {"Sub", "Div"} and "" in producers):
         return Role.CONSTANT
     return Role.WEIGHT if operator in {"Add", "Mul"} else None
-
-
-def _table_role(dtype: str, ndim: int, *, is_integer: bool) -> Role | None:
-    """Return the role of a table that rows are gathered from."""
-    if is_integer:
-        return Role.CODES if ndim > 1 and dtype in _NARROW else Role.CONSTANT
-    return Role.WEIGHT if ndim > 1 else None
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size
 
 
 # --- classes of layers ---------------------------------------------------------------------------
