@@ -266,13 +266,13 @@ class DenseArray(OnePartArray):
 
     def select(self, key: tuple[AxisKey, ...]) -> Any:
         """Return a selection; see `LazyArray.select`."""
-        if 0 in result_shape(self.shape, key):
-            if 0 in self.shape:
-                if self.reader.part.shape is not None:
-                    self.reader.check(0)
-                else:
-                    self.reader.read(0, 0, 0)  # raises if the stream has elements
-            return self.empty(result_shape(self.shape, key))
+        shape = result_shape(self.shape, key)
+        if 0 in shape:
+            if 0 in self.shape and self.reader.part.shape is not None:
+                self.reader.check(0)
+            elif 0 in self.shape:
+                self.reader.read(0, 0, 0)  # raises if the stream has elements
+            return self.empty(shape)
         if self.reader.is_arranged and self.reader.part.shape == self.shape and self.order == "C":
             selected = self.reader.select(key)
             data = selected.reshape(-1).view(np.uint8).data

@@ -103,6 +103,9 @@ def stacks_in(array: Any) -> list[Mapping[str, Any]]:
     return [opened.stacks for opened in _opened_in(array)]
 
 
+# --- selections in a graph ------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, eq=False)  # dask compares annotations
 class Selection:
     """Positions along a dimension, of a layer that selects them."""
@@ -169,6 +172,9 @@ def repeats_left_out_of(array: Any) -> Iterator[tuple[LazyArray, Selection, list
             is_repeated = is_same and len({*positions.tolist()}) < positions.size
             if is_repeated and len(aligned) == 1:
                 yield aligned[0], chosen, alignment.left_out
+
+
+# --- other blocks, slices and values of arrays ----------------------------------------------------
 
 
 def with_blocks(array: da.Array, change: Callable[[Any], Any]) -> da.Array:
@@ -248,6 +254,9 @@ def active_client() -> Any:
     with suppress(ValueError):
         return None if default_client is None else default_client()
     return None
+
+
+# --- graphs ---------------------------------------------------------------------------------------
 
 
 class TensorGraph(LateGraph):
@@ -381,6 +390,9 @@ class _OptimizeStored:
 _optimize_stored = _OptimizeStored()
 
 
+# --- results --------------------------------------------------------------------------------------
+
+
 @lru_cache(maxsize=4096)
 def _slices(chunks: Chunks) -> tuple[tuple[slice, ...], ...]:
     """Return the slice of each chunk along each axis."""
@@ -460,6 +472,9 @@ def _finalized(results: Any) -> Any:
     """Join computed chunks as dask does."""
     join, options = _dask_array().__dask_postcompute__(cast("da.Array", None))
     return join(results, *options)
+
+
+# --- reading ahead --------------------------------------------------------------------------------
 
 
 class _ReadingAhead(Callback):

@@ -176,12 +176,11 @@ class Burnpack(Format):
         end = 0
         for name, tensor in by_source(tensors).items():
             kit.check_text("the name", name, name)
-            dtype, places = self._described(tensor, dialect)
-            start = end = kit.aligned(end, _ALIGNMENT)
-            for role, at in places.items():
-                part = tensor.parts[role]
-                planned.append(PlannedPart(name, role, part, start + at))
-                end += part.nbytes
+            dtype, offsets = self._described(tensor, dialect)
+            start = kit.aligned(end, _ALIGNMENT)
+            for role, offset in offsets.items():
+                planned.append(PlannedPart(name, role, tensor.parts[role], start + offset))
+            end = start + sum([tensor.parts[role].nbytes for role in offsets])
             fields = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
             param_id = _param_id(tensor, make=param_ids == "make")
             descriptors[name] = fields if param_id is None else {**fields, "param_id": param_id}
@@ -306,23 +305,24 @@ def _descriptor(_name: str, entry: Any) -> _Descriptor:
     return _Descriptor(start, end, fields)
 
 
-def _layout(entries: Mapping[str, _Descriptor], end: int, source: Readable) -> str | None:
+def _layout(entries: Mapping[str, _Descriptor], legacy: int, source: Readable) -> str | None:
     """Return the layout of a file, None if it may be either: only burn 0.19 wrote no padding."""
-    start, size = kit.aligned(end, _ALIGNMENT), source.size
+    # The data begin right after the metadata, or at the next multiple of the alignment.
+    aligned, size = kit.aligned(legacy, _ALIGNMENT), source.size
     ranges = sorted([(entry.start, entry.end) for entry in entries.values()])
-    last = ranges[-1][1] if ranges else 0
+    nbytes = ranges[-1][1] if ranges else 0
     ends = [0, *(stop for _, stop in ranges)]
     is_contiguous = all(begin == before for (begin, _), before in zip(ranges, ends, strict=False))
-    if start == end or not is_contiguous:
+    if aligned == legacy or not is_contiguous:
         return "aligned"
-    if any(begin % _ALIGNMENT for begin, _ in ranges) or end + last == size:
+    if any(begin % _ALIGNMENT for begin, _ in ranges) or legacy + nbytes == size:
         return "legacy"
-    if not last or start + last >= size:  # the aligned data end with the file, or are truncated
+    if not nbytes or aligned + nbytes >= size:  # they end with the file, or are truncated
         return "aligned"
-    if any(source.read(end, start - end)):
+    if any(source.read(legacy, aligned - legacy)):
         return "legacy"
-    nbytes = start + last - end
-    if nbytes <= _MOST_COMPARED and not any(source.read(end, nbytes)):
+    compared = aligned + nbytes - legacy
+    if compared <= _MOST_COMPARED and not any(source.read(legacy, compared)):
         return "aligned"  # both would be zeros
     return None
 

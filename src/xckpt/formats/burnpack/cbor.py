@@ -203,7 +203,10 @@ class ScalarNames:
         return name
 
     def _is_taken(self, name: str, marks: int = _MOST_MARKS) -> bool:
-        """Return whether a name belongs to a tensor, or has the form of a renamed scalar's."""
+        """Return whether a name belongs to a tensor, or to a scalar that may have been renamed.
+
+        A name with a mark is taken if the name before the mark is.
+        """
         if name in self._tensors:
             return True
         bare = _unmarked(name)
