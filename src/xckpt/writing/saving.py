@@ -35,7 +35,7 @@ from xckpt.writing.companions import fit_attributes
 from xckpt.writing.fitting import Fitting, Requests
 from xckpt.writing.job import plan_job
 from xckpt.writing.payloads import Gathered, Payload, lazy_dask_array, source_files, stored_payload
-from xckpt.writing.targets import Target, into_folder, writer_of
+from xckpt.writing.targets import Target, new_target, writer_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 __all__ = ["Conversion", "Recast", "append", "convert", "save"]
 
 
-@into_folder
 @takes()
 def save(
     obj: Writable,
@@ -142,29 +141,28 @@ def save(
     )
     from xckpt.writing.gathering import gather, note_losses, opened_as
 
-    target = Target.of(path, overwrite=overwrite, storage_options=storage_options)
-    note_losses(obj, fitting.changes, is_model=target.is_folder)
-    format = fitting.writer.name
-    gathered = gather(obj, fitting, format)
-    if not target.is_folder:
-        gathered = fit_attributes(gathered, fitting.changes)
-    job = plan_job(
-        gathered,
-        fitting,
-        target,
-        format_options,
-        sources=source_files(gathered.payloads),
-        before=partial(opened_as, obj, format),
-    )
-    if compute:
-        job.run(progress)
-        return None
-    job.target.check()  # raise errors of the target now, not when the result is computed
-    delayed: Delayed = job.delayed()
-    return delayed
+    with new_target(path, engine, overwrite=overwrite, storage_options=storage_options) as target:
+        note_losses(obj, fitting.changes, is_model=target.is_folder)
+        format = fitting.writer.name
+        gathered = gather(obj, fitting, format)
+        if not target.is_folder:
+            gathered = fit_attributes(gathered, fitting.changes)
+        job = plan_job(
+            gathered,
+            fitting,
+            target,
+            format_options,
+            sources=source_files(gathered.payloads),
+            before=partial(opened_as, obj, format),
+        )
+        if compute:
+            job.run(progress)
+            return None
+        job.target.check()  # raise errors of the target now, not when the result is computed
+        delayed: Delayed = job.delayed()
+        return delayed
 
 
-@into_folder
 @takes(
     rename=RENAMING,
     attrs="did you mean 'set_attrs'?",
@@ -269,11 +267,17 @@ def convert(
         cast,
         skip_unreadable=skip_unreadable,
     )
-    target = Target.of(dst, overwrite=overwrite, storage_options=storage_options)
     source, index = open_index(
         src, source_engine, storage_options=storage_options, missing="ignore"
     )
-    with closing(source), locating(path=source.name):
+    into = new_target(
+        dst,
+        engine,
+        overwrite=overwrite,
+        storage_options=storage_options,
+        is_part=tensors is not None or exclude is not None,
+    )
+    with closing(source), into as target, locating(path=source.name):
         with paused_collector():
             chosen = combined(tensors, exclude, only, lambda: [structure_of(index)])
             renamed = new_names(index.tensors, names)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import wraps
 from glob import escape
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from xckpt import formats
 from xckpt.errors import some
@@ -24,13 +22,11 @@ from xckpt.storage.source import components
 from xckpt.writing.fitting import TENSOR_OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from xckpt.storage.sink import Sink
 
-__all__ = ["Target", "into_folder", "writer_of"]
-
-F = TypeVar("F", bound="Callable[..., Any]")
+__all__ = ["Target", "made_folder", "new_target", "writer_of"]
 
 # Format of the file in a folder, unless the caller names one.
 _FOLDER_FORMAT = "safetensors"
@@ -39,12 +35,6 @@ _OPTIONS = (
     "encoding", "cast", "compute", "overwrite", "progress", "storage_options", "tensors", "exclude",
     "only", "dtype", "names", "verify", "source_engine", "skip_unreadable",
 )  # fmt: skip
-
-
-class _InFolder(str):
-    """Path of a new file in a folder that also gets the files which describe the model."""
-
-    __slots__ = ()
 
 
 class Target(NamedTuple):
@@ -63,10 +53,10 @@ class Target(NamedTuple):
         overwrite: bool,
         storage_options: dict[str, Any] | None,
     ) -> Self:
-        """Return the target for a path or URL."""
+        """Return the target for the path or URL of a file."""
         target = os.fspath(path)
         target = target if is_remote(target) else local_path(target)
-        return cls(target, overwrite, storage_options, is_folder=isinstance(path, _InFolder))
+        return cls(target, overwrite, storage_options)
 
     def companion(self, name: str) -> str:
         """Return the path of another file of the same checkpoint."""
@@ -205,30 +195,27 @@ def _is_folder(path: Any) -> bool:
     return text.endswith("/") or (not is_remote(text) and os.path.isdir(local_path(text)))  # noqa: PTH112
 
 
-def into_folder(function: F) -> F:
-    """Let a function whose second argument is the new file also write into a folder."""
-    stated = signature(function)
-    source_key, path_key, engine_key = list(stated.parameters)[:3]
+@contextmanager
+def new_target(
+    path: str | os.PathLike[str],
+    engine: str | None,
+    *,
+    overwrite: bool,
+    storage_options: dict[str, Any] | None,
+    is_part: bool = False,
+) -> Iterator[Target]:
+    """Return the target for a path or URL of a file, or of a folder, which is made if missing.
 
-    @wraps(function)
-    def written(*args: Any, **keywords: Any) -> Any:
-        try:
-            arguments = stated.bind(*args, **keywords).arguments
-        except TypeError:
-            return function(*args, **keywords)  # which raises its error
-        path = arguments[path_key]
-        if not _is_folder(path):
-            return function(*args, **keywords)
-        engine = arguments.get(engine_key) or _FOLDER_FORMAT
-        folder = os.fspath(path).rstrip("/")
-        file = f"{folder}/model{formats.get(engine).suffixes[0]}"
-        is_part = keywords.get("tensors") is not None or keywords.get("exclude") is not None
-        options = {k: v for k, v in keywords.items() if k not in (source_key, path_key, engine_key)}
-        target = file if is_part or is_remote(folder) else _InFolder(file)
-        with made_folder(folder):
-            return function(arguments[source_key], target, engine, **options)
-
-    return written  # type: ignore[return-value]
+    A folder gets the files that describe the model, unless its tensors are only a part of it.
+    """
+    if not _is_folder(path):
+        yield Target.of(path, overwrite=overwrite, storage_options=storage_options)
+        return
+    folder = os.fspath(path).rstrip("/")
+    file = f"{folder}/model{formats.get(engine or _FOLDER_FORMAT).suffixes[0]}"
+    target = Target.of(file, overwrite=overwrite, storage_options=storage_options)
+    with made_folder(folder):
+        yield target._replace(is_folder=not is_part and not is_remote(folder))
 
 
 @contextmanager
