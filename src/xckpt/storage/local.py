@@ -231,12 +231,9 @@ class LocalSource(Source):
         nbytes = len(memory) // len(offsets)
         self.check_range(min(offsets), nbytes)
         self.check_range(max(offsets), nbytes)
-        if nbytes >= 2 * _SHARE_NBYTES:
-            for number, offset in enumerate(offsets):
-                self._fill_on_threads(offset, memory[number * nbytes : (number + 1) * nbytes])
-        else:
-            for number, offset in enumerate(offsets):
-                self._fill(offset, memory[number * nbytes : (number + 1) * nbytes])
+        fill = self._fill_on_threads if nbytes >= 2 * _SHARE_NBYTES else self._fill
+        for number, offset in enumerate(offsets):
+            fill(offset, memory[number * nbytes : (number + 1) * nbytes])
         self.check(offsets[0])  # only a check after the reads covers them
 
     def _fill_on_threads(self, offset: int, memory: memoryview) -> None:
