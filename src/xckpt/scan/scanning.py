@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
+    # Takes the accumulator of a part: of which tensor and stretch it is, and where it begins.
+    Receive = Callable[[int, int, int, Any], None]
+    # Takes the cuts of a task, and the accumulator of each.
+    Deliver = Callable[[list["Cut"], list[Any]], None]
+
 #: Size of a block to read, in bytes; several leaves, so that compiled loops are called seldom.
 BLOCK_NBYTES = 4 << 20
 # Elements of a stretch of a long tensor, which has its own record: 1 GiB of float32; whole leaves.
@@ -310,7 +315,7 @@ class _Joined:
 def _scan(
     cuts: Sequence[Cut],
     operation: type[Accumulator],
-    receive: Callable[[int, int, int, Any], None],
+    receive: Receive,
     report: Callable[[int], None],
 ) -> None:
     client = waiting_client()
@@ -340,7 +345,7 @@ def _scan(
 def _run_on_threads(
     tasks: Sequence[list[Cut]],
     operation: type[Accumulator],
-    deliver: Callable[[list[Cut], list[Any]], None],
+    deliver: Deliver,
 ) -> None:
     stopped: list[bool] = []
     one_at_a_time = threading.Lock()
@@ -500,7 +505,7 @@ def _run_on_cluster(
     client: Any,
     cuts: Sequence[Cut],
     operation: type[Accumulator],
-    deliver: Callable[[list[Cut], list[Any]], None],
+    deliver: Deliver,
 ) -> None:
     target, most = _CLUSTER_TASK_NBYTES, _MOST_CUTS
     sources = {id(source): source for source, _, _ in ranges_of(cuts)}
@@ -547,7 +552,7 @@ def _run_chunks(
     client: Any,
     cuts: Sequence[Cut],
     operation: type[Accumulator],
-    receive: Callable[[int, int, int, Any], None],
+    receive: Receive,
     report: Callable[[int], None],
 ) -> None:
     """Scan all chunks of dask arrays, in one run of a scheduler."""

@@ -155,6 +155,11 @@ class _Request(NamedTuple):
         """Names of all statistics, in order."""
         return statistic_names(self.quantiles, channels=self.channels)
 
+    @property
+    def width(self) -> int:
+        """Length of the row of a tensor: its statistics, and last its dead rows or NaN."""
+        return len(self.names) + 1
+
 
 def _stored_as(entry: Entry) -> dict[str, Any]:
     """Return the stored dtype and the shape of the tensors of a variable, for findings."""
@@ -220,7 +225,7 @@ def _describe_all(
         rows = rows_of(
             streams,
             cache_key,
-            len(request.names) + 1,
+            request.width,
             lambda missing: _describe_tensors([streams[n] for n in missing], request, bar),
             enabled=request.cache,
         )
@@ -255,7 +260,7 @@ def _describe_all(
 def _describe_tensors(streams: Sequence[ElementStream], request: _Request, bar: Progress) -> Array:
     """Return a row of statistics for each tensor, and last its number of dead rows or NaN."""
     targets: list[Any] = [()] * len(streams)
-    rows = np.full((len(streams), len(request.names) + 1), np.nan)
+    rows = np.full((len(streams), request.width), np.nan)
     operation = ChannelSketch if request.channels else Sketch
     widths = [width_of(stream) for stream in streams] if request.channels else None
     waiting: dict[int, Sketch] = {}
