@@ -133,12 +133,16 @@ def stats(
     elif findings_frame is None:
         _print_statistics(frame, columns, request, _MAIN_STATISTICS)
     else:
-        from xckpt.health import findings_blocks
-
-        if findings_frame.empty:
-            complain("no findings")
-        print_blocks(findings_blocks(findings_frame.head(request.limit)))
+        _print_findings(findings_frame, request.limit)
     return status
+
+
+def _print_findings(findings: pd.DataFrame, limit: int | None) -> None:
+    from xckpt.health import findings_blocks
+
+    if findings.empty:
+        complain("no findings")
+    print_blocks(findings_blocks(findings.head(limit)))
 
 
 def _source(file: str, tensors: OpenTensors) -> str:
