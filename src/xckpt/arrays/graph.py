@@ -230,8 +230,9 @@ def read_small(array: Any) -> Array | None:
     lazy = lazy_of(array)
     if lazy is None or lazy.nbytes > _SMALL or any(len(sizes) != 1 for sizes in array.chunks):
         return None
+    is_dense = isinstance(array._meta, np.ndarray)  # noqa: SLF001
     has_scheduler = dask.config.get("scheduler", None) is not None or active_client() is not None
-    if has_scheduler or not _is_dense(lazy):
+    if has_scheduler or not is_dense:
         return None
     values = np.asarray(lazy[...])
     # A view of a mapped file is read-only, and a slice may be a view of more than it shows.
