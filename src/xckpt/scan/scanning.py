@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
-    # Takes the accumulator of a part: of which tensor and stretch it is, and where it begins.
+    # Takes a tensor, a stretch of it, the first element of a part, and its accumulator.
     Receive = Callable[[int, int, int, Any], None]
     # Takes the cuts of a task, and the accumulator of each.
     Deliver = Callable[[list["Cut"], list[Any]], None]
