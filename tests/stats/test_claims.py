@@ -468,6 +468,26 @@ class TestSiblings:
         theirs["h.3.all.bias"] = ours["h.3.mixed.bias"]
         assert self.wrong(ours, theirs) == {*ours, *theirs}
 
+    def test_of_an_order_that_holds_for_most_rows_outweigh_one_in_order(self) -> None:
+        normal, order = self.normal(), np.random.default_rng(1).permutation(96)
+        ours = {f"h.{n}.mixed.weight": normal(96, 24) for n in range(self.LAYERS)}
+        for n in (0, 1, 3):  # sums of rows do not show the order of the first two
+            ours[f"h.{n}.mixed.weight"][1] = ours[f"h.{n}.mixed.weight"][0, ::-1]
+        theirs = {n.replace("mixed", "all"): x[order] for n, x in ours.items()}
+        theirs["h.4.all.weight"] = ours["h.4.mixed.weight"]
+        assert self.wrong(ours, theirs) == {*ours, *theirs}
+
+    def test_are_regrouped_for_as_many_heads(self) -> None:
+        normal = self.normal()
+        ours, theirs = {}, {}
+        for n in range(self.LAYERS):
+            values = normal(96, 32)
+            heads = 8 if n == 2 else 4
+            ours[f"transformer.h.{n}.self_attention.query_key_value.weight"] = values
+            rows = values.reshape(heads, 3, -1, 32).swapaxes(0, 1).reshape(96, 32)
+            theirs[f"transformer.h.{n}.attn.qkv.weight"] = rows
+        assert self.wrong(ours, theirs) == {n for n in (*ours, *theirs) if ".2." in n}
+
     @pytest.mark.parametrize("turned", ["q", "v"])
     def test_have_parts_that_are_turned_alike(self, turned: str) -> None:
         rng = np.random.default_rng(1)

@@ -98,6 +98,29 @@ def bloom() -> Sides:
     return ours, fused("transformer.h.{}.attn.qkv", None, source)
 
 
+def of_unusual_width() -> Sides:
+    normal = random_of()
+    source = {
+        f"model.layers.{layer}.self_attn.{name}_proj.{param}": normal(4 * 60, *rest)
+        for layer in range(LAYERS)
+        for name in "qkvo"
+        for param, rest in (("weight", (240,)), ("bias", ()))
+    }
+    ours = fused("transformer.h.{}.self_attention.query_key_value", 4, source)
+    return ours, fused("transformer.h.{}.attn.qkv", None, source)
+
+
+def falcon_in_gguf() -> Sides:
+    normal = random_of()
+    ours, theirs = {}, {}
+    for layer in range(LAYERS):
+        three = [normal(heads * HEAD, HEADS * HEAD) for heads in (HEADS, GROUPS, GROUPS)]
+        name = f"transformer.h.{layer}.self_attention.query_key_value.weight"
+        ours[name] = by_groups(three, GROUPS)
+        theirs[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(three)
+    return ours, theirs
+
+
 def falcon() -> Sides:
     ours = separate()
     return ours, fused("transformer.h.{}.self_attention.query_key_value", GROUPS, ours)
@@ -171,7 +194,9 @@ LAYOUTS: dict[str, Callable[[], Sides]] = {
     "neox": neox,
     "neox in gguf": neox_in_gguf,
     "bloom": bloom,
+    "bloom, heads of 60": of_unusual_width,
     "falcon": falcon,
+    "falcon in gguf": falcon_in_gguf,
     "falcon of one group": falcon_of_one_group,
     "experts": experts,
     "experts, inputs first": lambda: experts(in_first=True),

@@ -362,6 +362,10 @@ class Regrouped(Permutation):
         return f"ordering queries, keys and values {order} of heads ({self.groups} groups)"
 
     @property
+    def done(self) -> str:
+        return f"{self.cause} ({self.groups} groups of heads)"
+
+    @property
     def is_across(self) -> bool:
         return True
 

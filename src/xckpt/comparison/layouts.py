@@ -51,6 +51,8 @@ PARTS_OF = {
 _PROJECTIONS = frozenset({"query", "key", "value", "qkv"})
 _OF_HEADS = _PROJECTIONS | {"output"}
 _MOST_PARTS = 1 << 14
+# The widest heads to try if nothing states their width.
+_WIDEST_HEAD = 256
 
 
 def tiled(shape: Shape, size: int) -> Steps:
@@ -295,11 +297,7 @@ class Layouts:
             return [extent // 2] * 2
         if located.role != "qkv":
             return []
-        rows = next(self._rows_of_groups(located.component, extent), None)
-        if rows is None:
-            return [extent // 3] * 3 if extent % 3 == 0 else []
-        groups, of_group = rows
-        return [groups * n for n in of_group]
+        return list(next(self._rows_of_parts(located), ()))
 
     # --- places ----------------------------------------------------------------------------------
 
@@ -343,7 +341,8 @@ class Layouts:
         counts = counts or [n for n in self._sizes(component, "head") if n]
         counts = [n for n in counts if n and common % n == 0]
         if not counts:
-            counts = [common // width for width in USUAL_WIDTHS if common % width == 0]
+            widths = [*USUAL_WIDTHS, *range(_WIDEST_HEAD, 1, -2)]
+            counts = [common // width for width in widths if common % width == 0]
         return [n for n in dict.fromkeys(counts) if n > 1]
 
     # --- pairs -----------------------------------------------------------------------------------
@@ -359,32 +358,33 @@ class Layouts:
     def _regroupings(self, ours: Located, theirs: Located) -> Iterator[Steps]:
         """Yield orders of fused queries, keys and values that only one side has."""
         stated = ours.is_interleaved, theirs.is_interleaved
-        for is_undone in (False, True):
-            if stated in {(is_undone, None), (is_undone, is_undone), (None, not is_undone)}:
-                continue
-            if stated in {(True, True), (False, False)}:
-                return
-            length = ours.shape[ours.rows]
-            for groups, rows in self._rows_of_groups(ours.component, length):
-                yield (Regrouped(ours.rows, groups, rows, is_undone),)
+        # Interleaved parts of `a` are taken out of their groups, and put into them if `b` has them.
+        directions = [
+            is_undone for is_undone in (False, True)
+            if stated[is_undone] is not False and stated[not is_undone] is not True
+        ]  # fmt: skip
+        for rows in self._rows_of_parts(ours):
+            for groups in self._group_counts(ours.component, rows):
+                of_group = tuple([n // groups for n in rows])
+                for is_undone in directions:
+                    yield (Regrouped(ours.rows, groups, of_group, is_undone),)
 
-    def _rows_of_groups(
-        self, component: str, length: int
-    ) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Yield numbers of groups, and the rows of each in fused queries, keys and values."""
-        heads = self._sizes(component, "head")
-        widths = self._sizes(component, "key")
-        groups = self._sizes(component, "head_kv") or heads
-        pairs = [(n, k) for n in heads for k in groups if k and n % k == 0]
-        if not pairs and widths:
-            pairs = [(length // (3 * width),) * 2 for width in widths if length % (3 * width) == 0]
-        if not pairs:
-            counts = [length // (3 * width) for width in USUAL_WIDTHS if length % (3 * width) == 0]
-            pairs = [(n, n) for n in counts]
-        for n, k in pairs:
-            if k > 1 and length % (n + 2 * k) == 0:
+    def _rows_of_parts(self, qkv: Located) -> Iterator[tuple[int, int, int]]:
+        """Yield the rows that the queries, keys and values of a fused tensor may have."""
+        length = qkv.shape[qkv.rows]
+        heads = self._sizes(qkv.component, "head")
+        groups = self._sizes(qkv.component, "head_kv") or heads
+        stated = [(n, k) for n in heads for k in groups if k and n % k == 0]
+        for n, k in stated:
+            if length % (n + 2 * k) == 0:
                 width = length // (n + 2 * k)
-                yield k, (n // k * width, width, width)
+                yield n * width, k * width, k * width
+        if not stated and length % 3 == 0:
+            yield (length // 3,) * 3
+        inputs = prod(qkv.shape) // length
+        keys, odd = divmod(length - inputs, 2)
+        if not stated and not odd and 0 < keys < inputs:
+            yield inputs, keys, keys
 
     # --- joints ----------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.passes import Explanations, Work
 
 # The most layouts to verify for a tensor.
-_MOST_TRIED = 12
+_MOST_TRIED = 24
 
 
 def converted(work: Work) -> Explanations:

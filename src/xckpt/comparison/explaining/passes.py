@@ -469,7 +469,7 @@ def _changed(
         a, b, link, steps = entry
         explanation = low.get(n, changed(measures))
         if link.likely is not None:
-            explanation = Explanation(("unknown",), unlike(link, steps), holds=False)
+            explanation = Explanation(("unknown",), unlike(link, steps), holds=False, steps=steps)
         for tensor, side, of_side in zip((a, b), SIDES, groups, strict=True):
             twins = [t.name for t in of_side[tensor.content] if t is not tensor]
             if twins and not tensor.is_constant:
