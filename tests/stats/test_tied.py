@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,6 +101,47 @@ class TestOmittedHead:
         a = model | {"extra.weight": model["model.embed_tokens.weight"].copy()}
         table = xckpt.compare(a, model, explain=True, progress=False).ckpt.table()
         assert table.loc["extra.weight", "outcome"] == "unmatched"
+
+
+class TestStoredHead:
+    """An output layer that both sides store beside the embeddings that it is equal to."""
+
+    @pytest.mark.parametrize("order", [1, -1], ids=["in b", "in a"])
+    @pytest.mark.parametrize("damaged", ["tok_embeddings.weight", "output.weight"])
+    @pytest.mark.parametrize("damage", ["cut", "one element", "another", "reversed"])
+    @pytest.mark.parametrize("names", [None, "auto"])
+    def test_is_not_paired_with_damaged_embeddings(
+        self, names: Any, damage: str, damaged: str, order: int
+    ) -> None:
+        rng = np.random.default_rng(2)
+        table = rng.standard_normal((40, 16)).astype("f4")
+        ours = {"model.embed_tokens.weight": table, "lm_head.weight": table.copy()}
+        theirs = {"tok_embeddings.weight": table, "output.weight": table.copy()}
+        names_of = {f"self_attn.{role}_proj": f"attention.w{role}" for role in "qkvo"}
+        names_of |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3"}
+        for (first, second), n in product(names_of.items(), range(4)):
+            values = rng.standard_normal((16, 16)).astype("f4")
+            ours[f"model.layers.{n}.{first}.weight"] = values
+            theirs[f"layers.{n}.{second}.weight"] = values
+        changed = table.copy()
+        changed[3, 5] += 1
+        theirs[damaged] = {
+            "cut": table[:35],
+            "one element": changed,
+            "another": rng.standard_normal((40, 16)).astype("f4"),
+            "reversed": table[::-1].copy(),
+        }[damage]
+        pairs = dict(zip(ours, theirs, strict=False))
+        compared = explained(*_ordered(ours, theirs, order), names=names)
+        for pair in pairs.items():
+            name, other = _ordered(*pair, order)
+            if damaged not in pair:
+                assert compared.loc[name, ["outcome", "other_names"]].to_list() == [
+                    "explained",
+                    other,
+                ]
+            elif damaged in compared.index:
+                assert compared.loc[damaged, "outcome"] != "explained"
 
 
 class TestCopies:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from xckpt.comparison.relations.verification import Link
+    from xckpt.comparison.sketches import Sketched
     from xckpt.structure.families import Place
     from xckpt.structure.model import Structure
 
@@ -74,6 +75,11 @@ class Places:
             return place.is_rotary and place.slot.startswith("attention.")
         role = role_of(name)
         return None if role is None else role in _ROTARY_ROLES
+
+    def note(self, side: int, tensor: Sketched) -> None:
+        """Note what the place of a tensor shows."""
+        tensor.is_rotary = self.is_rotary(side, tensor.name)
+        tensor.place = self.key(side, tensor.name)
 
     def may_be_turned(self, names: tuple[str, str]) -> bool:
         """Return whether libraries store a tensor with its axes in different orders."""

@@ -236,7 +236,7 @@ def _partners(
         )
     )
     unnamed, unnamed_of_b = unmatched()
-    remaining = by_names(unnamed, unnamed_of_b, places, _renamed(pairs))
+    remaining = by_names(unnamed, unnamed_of_b, _renamed(pairs))
     take(unbroken({a.name: Partner(b.name, rule) for a, b, rule in remaining}))
     return pairs
 
@@ -252,7 +252,7 @@ def _sketched(
     for number, side in enumerate(readable):
         for stream in side:
             if id(stream) in sketches:
-                sketches[id(stream)].is_rotary = places.is_rotary(number, stream.name)
+                places.note(number, sketches[id(stream)])
     return sketches
 
 
@@ -341,12 +341,13 @@ def by_content(
 
 
 def _paired(candidates: list[Candidate], sides: Sequence[Sequence[Sketched]]) -> list[Candidate]:
-    """Choose the best candidates; names decide between tensors with equal numbers."""
+    """Choose the best candidates; places and names decide between tensors with equal numbers."""
 
-    def rank(candidate: Candidate) -> tuple[bool, float, int, int]:
-        names = candidate.a.name, candidate.b.name
+    def rank(candidate: Candidate) -> tuple[bool, float, bool, int, int]:
+        names, place = (candidate.a.name, candidate.b.name), candidate.a.place
+        is_placed = place is not None and place == candidate.b.place
         score = round(candidate.score, 2)
-        return candidate.is_exact, score, likeness(*names), first_numbers(*names)
+        return candidate.is_exact, score, is_placed, likeness(*names), first_numbers(*names)
 
     used: set[int] = set()
     chosen = []
@@ -463,7 +464,6 @@ def _nearest(ours: list[Sketched], theirs: list[Sketched]) -> Iterator[tuple[Ske
 def by_names(
     ours: Iterable[Sketched],
     theirs: Iterable[Sketched],
-    places: Places,
     renamed: Iterable[tuple[str, str]],
 ) -> list[tuple[Sketched, Sketched, str]]:
     """Pair tensors that belong together though their numbers may differ; name the rules.
@@ -481,7 +481,7 @@ def by_names(
                 del free[0][a], free[1][b]
 
     take("siblings", lambda a, b: _siblings(a, b, rules))
-    take("place", lambda a, b: _placed(a, b, places))
+    take("place", _placed)
     take("values", _equal_sets)
     take("alike", _nearly_equal)
     take("names", _resembling)
@@ -499,15 +499,12 @@ def _siblings(
             yield a, by_name.pop(match[0])
 
 
-def _placed(
-    ours: Iterable[Sketched], theirs: Iterable[Sketched], places: Places
-) -> Iterator[_Pair]:
+def _placed(ours: Iterable[Sketched], theirs: Iterable[Sketched]) -> Iterator[_Pair]:
     """Pair tensors of one shape that both structures describe as one place of a model."""
-    by_place = {places.key(1, tensor.name): tensor for tensor in theirs}
-    for a in {places.key(0, tensor.name): tensor for tensor in ours}.values():
-        key = places.key(0, a.name)
-        if key is not None and key in by_place and by_place[key].shape == a.shape:
-            yield a, by_place[key]
+    by_place = {tensor.place: tensor for tensor in theirs}
+    for place, a in {tensor.place: tensor for tensor in ours}.items():
+        if place is not None and place in by_place and by_place[place].shape == a.shape:
+            yield a, by_place[place]
 
 
 def _equal_sets(ours: Iterable[Sketched], theirs: Iterable[Sketched]) -> Iterator[_Pair]:

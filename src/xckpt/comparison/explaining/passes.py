@@ -130,7 +130,7 @@ class Work:
         missing = {n: stream for n, stream in streams.items() if n not in sketches}
         new = sketched(missing, self.bar)
         for sketch in new.values():
-            sketch.is_rotary = self.places.is_rotary(side, sketch.name)
+            self.places.note(side, sketch)
         sketches |= new
         return {n: sketches[n] for n in streams if n in sketches}
 
@@ -423,7 +423,7 @@ def _misplaced(a: Sketched, b: Sketched, name: str) -> Explanations:
 
 def expected(work: Work) -> Explanations:
     """Explain tensors of one side by the partner that other renamed tensors suggest."""
-    suggestions = by_names(*work.alone_of_sides(), work.places, _known_pairs(work))
+    suggestions = by_names(*work.alone_of_sides(), _known_pairs(work))
     described = work.descriptions.keys()
     pairs = [(a, b) for a, b, _ in suggestions if not {a.number, b.number} & described]
     results = work.try_arrangements([(n, a, b, _ways(a, b)) for n, (a, b) in enumerate(pairs)])
