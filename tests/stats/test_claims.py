@@ -399,6 +399,21 @@ class TestRounding:
         assert explained(ours, theirs) == {"w": "changed"}
         assert explained(theirs, ours) == {"w": "changed"}
 
+    @pytest.mark.parametrize("is_stack", [False, True])
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_of_the_parts_of_a_tensor_is_one(self, count: int, is_stack: bool) -> None:
+        rng = np.random.default_rng(0)
+        names = [f"layers.0.{part}.weight" for part in ("q_proj", "k_proj", "v_proj")]
+        names = [f"experts.{n}.w.weight" for n in range(3)] if is_stack else names
+        ours = {name: rng.standard_normal((16, 24)).astype(F32) for name in names}
+        rounded = [x.astype(BF16).astype(F32) for x in ours.values()]
+        parts = [*rounded[:count], *[*ours.values()][count:]]
+        combined = np.stack(parts) if is_stack else np.concatenate(parts)
+        whole = "experts.w.weight" if is_stack else "layers.0.qkv.weight"
+        outcomes = explained(ours, {whole: combined})
+        wrong = {name for name, outcome in outcomes.items() if outcome != "explained"}
+        assert wrong == ({names[0], whole} if count == 1 else set())
+
     def test_one_zero_is_no_second_quantiser(self) -> None:
         quants: Any = pytest.importorskip("gguf.quants")
         gguf: Any = pytest.importorskip("gguf")

@@ -191,7 +191,7 @@ class Sketched:
         self.size = prod(self.shape)
         #: Whether rotary embeddings turn its rows; None if it is unknown.
         self.is_rotary: bool | None = None
-        #: Its place in the model, as the structures of both sides describe it; None if it is unknown.
+        #: Its place in the model as both sides describe it; None if it is unknown.
         self.place: tuple[object, ...] | None = None
         #: Sums of the rows of the matrix, or None; rows are the first axis, or the first two.
         self.rows = sketch.rows

@@ -145,6 +145,8 @@ class Explanation:
     measures: tuple[float, ...] | None = None
     #: Whether all elements are equal, which any order of them explains.
     is_constant: bool = False
+    #: Types that numbers were rounded to on the way, which only the numbers show.
+    types_between: tuple[str, ...] = ()
     #: Whether the elements of a changed tensor at the same positions do not even correlate.
     is_unrelated: bool = False
 
@@ -275,6 +277,7 @@ def related(
         relation=", ".join(done),
         measures=None if measures is None else tuple(measures.row()),
         is_constant=link.is_constant,
+        types_between=_types_between(link, relation),
     )
     moved = relation.transform
     if moved.offset or moved.scale != 1.0:
@@ -287,6 +290,14 @@ def related(
             scale=moved.scale if moved.scale != 1.0 else None,
         )
     return after(explanation, steps)
+
+
+def _types_between(link: Link, relation: Relation) -> tuple[str, ...]:
+    """Return the types that numbers were rounded to on the way, and that are not stored."""
+    stored = {"float32", "float64"} | {link.pair.kinds[not relation.backwards] if link.pair else ""}
+    # A quantiser hides whether few numbers were rounded to float16.
+    stored |= {"float16"} if isinstance(relation, Quantised) else set()
+    return tuple([name for name in relation.transform.types if name not in stored])
 
 
 def after(explanation: Explanation, steps: Sequence[Any]) -> Explanation:
@@ -336,6 +347,7 @@ def of_joint(
     fault = () if is_in_order else ("misplaced",)
     order = "" if is_in_order else "; not in the order of its siblings"
     cause = "renamed" if is_pair else "fused" if side else "split"
+    shares = _rounded_alike(shares)
     shares_of: dict[tuple[int, bool], list[Share]] = defaultdict(list)
     for share in shares:
         shares_of[share.part.number, True].append(share)
@@ -367,6 +379,25 @@ def of_joint(
             joint=() if is_part or is_pair else (words, *kinds.values()),
         )
     return explanations
+
+
+def _rounded_alike(shares: Sequence[Share]) -> list[Share]:
+    """Return shares, without explanations of parts that were rounded unlike most of their whole."""
+    types_of: dict[int, Counter[tuple[str, ...]]] = defaultdict(Counter)
+    for share in shares:
+        if share.explanation is not None and not share.explanation.is_constant:
+            types_of[share.whole.number][share.explanation.types_between] += 1
+    alike = []
+    for share in shares:
+        explanation, counts = share.explanation, types_of[share.whole.number]
+        usual = max(counts, key=lambda types: (counts[types], -len(types)), default=())
+        if explanation and not explanation.is_constant and explanation.types_between != usual:
+            types = explanation.types_between or usual
+            verb = "was" if explanation.types_between else "was not"
+            problem = f"unlike the others, it {verb} rounded to {' and then to '.join(types)}"
+            share = share._replace(explanation=None, problem=problem)  # noqa: PLW2901
+        alike.append(share)
+    return alike
 
 
 def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
