@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -551,6 +552,20 @@ class TestSiblings:
             for m, k in names.items()
         }
         return ours, theirs
+
+    @pytest.mark.parametrize("is_exchanged", [False, True])
+    @pytest.mark.parametrize("gates", ["ifgo", "rzn"])
+    def test_have_gates_in_one_order(self, gates: str, is_exchanged: bool) -> None:
+        normal, ours, theirs = self.normal(), {}, {}
+        for n, kind in product(range(2), "ih"):
+            kernels = {f"params/cell_{n}/{kind}{gate}/kernel": normal(24, 32) for gate in gates}
+            parts = [values.T for values in kernels.values()]
+            if is_exchanged and (n, kind) == (1, "h"):
+                parts[:2] = parts[1::-1]
+            ours[f"rnn.weight_{kind}h_l{n}"] = np.concatenate(parts)
+            theirs |= kernels
+        wrong = {"rnn.weight_hh_l1", *(name for name in theirs if "_1/h" in name)}
+        assert self.wrong(ours, theirs) == (wrong if is_exchanged else set())
 
     @pytest.mark.parametrize("ends", [("vars/0", "vars/1"), ("kernel", "recurrent_kernel")])
     def test_have_one_name_or_number_at_the_end(self, ends: tuple[str, str]) -> None:

@@ -33,7 +33,12 @@ _MAJORITY = 0.8
 # The least number of pairs that prove such a shift; two exchanged tensors do not.
 _FEWEST = 6
 # The order of joined parts, unless other layers show another one.
-_USUAL_ORDERS = (("q", "k", "v"), ("query", "key", "value"), ("gate", "up"), ("w1", "w3"))
+_USUAL_ORDERS = (
+    *(("q", "k", "v"), ("query", "key", "value"), ("gate", "up"), ("w1", "w3")),
+    # gates in cells of Flax, for inputs and for hidden states
+    *((f"{kind}i", f"{kind}f", f"{kind}g", f"{kind}o") for kind in "ih"),
+    *((f"{kind}r", f"{kind}z", f"{kind}n") for kind in "ih"),
+)
 # Names of projections across projects.
 _ROLES = {
     "query": frozenset({"q", "query", "wq"}),
