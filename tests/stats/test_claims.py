@@ -72,6 +72,11 @@ def explained(a: Any, b: Any, **options: Any) -> dict[str, str]:
     return outcomes
 
 
+def differing(a: Any, b: Any) -> set[str]:
+    """Return the names of the tensors that a comparison does not explain."""
+    return {name for name, outcome in explained(a, b).items() if outcome != "explained"}
+
+
 def exchanged(tensors: Tensors, first: str, second: str) -> Tensors:
     """Return a model with the names of two roles or layers exchanged."""
     return {
@@ -440,8 +445,7 @@ class TestSiblings:
         return lambda *shape: rng.standard_normal(shape).astype(F32)
 
     def wrong(self, ours: Tensors, theirs: Tensors) -> set[str]:
-        outcomes = explained(ours, theirs)
-        return {name for name, outcome in outcomes.items() if outcome != "explained"}
+        return differing(ours, theirs)
 
     def projections(self) -> Tensors:
         normal = self.normal()
@@ -604,6 +608,27 @@ class TestSiblings:
         expected = {*pair, *(n for n in ours if n.startswith("middle"))}
         assert self.wrong(ours, theirs) == expected
         assert self.wrong(theirs, ours) == expected
+
+
+class TestModules:
+    """Have a weight and a bias whose rows are in one order."""
+
+    @pytest.mark.parametrize("kept", ["weight", "bias"])
+    @pytest.mark.parametrize("other", ["{}.weight", "net.{}.w.weight"])
+    def test_one_of_which_lost_it(self, other: str, kept: str) -> None:
+        rng = np.random.default_rng(0)
+        names = [f"{layer}.{param}" for layer in ("first", "last") for param in ("weight", "bias")]
+        ours = {n: rng.standard_normal((32, 24) if "w" in n else 32).astype(F32) for n in names}
+        theirs = {other.format(n.split(".")[0]).replace("weight", n.split(".")[1]): x
+                  for n, x in ours.items()}  # fmt: skip
+        changed = {"weight": "bias", "bias": "weight"}[kept]
+        pair = [f"last.{changed}", other.format("last").replace("weight", changed)]
+        theirs[pair[1]] = np.roll(ours[pair[0]], 16, axis=0)
+        expected = {*pair, f"last.{kept}", other.format("last").replace("weight", kept)}
+        assert differing(ours, theirs) == expected
+        # Two rows are a damage of one of them.
+        theirs[pair[1]] = ours[pair[0]][[1, 0, *range(2, 32)]]
+        assert differing(ours, theirs) == {*pair}
 
 
 class TestZeros:

@@ -104,6 +104,12 @@ def last_words(name: str) -> str:
     return _DIGITS.sub("", f"{module}.{leaf}") if module and not module.isdigit() else ""
 
 
+def stem_of_leaf(name: str) -> str:
+    """Return the name of the module of a weight or a bias; empty for other tensors."""
+    stem, leaf = _stem_of(name), _PIECE.split(name)[-1]
+    return stem if any(leaf in leaves for leaves in _LEAVES) else ""
+
+
 class Rules:
     """The rules that pairs of names follow."""
 

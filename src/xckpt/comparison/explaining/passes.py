@@ -29,7 +29,12 @@ from xckpt.comparison.explaining.outcome import (
     unlike,
     unreadable,
 )
-from xckpt.comparison.explaining.siblings import claimed_twice, unlike_few_siblings, unlike_siblings
+from xckpt.comparison.explaining.siblings import (
+    claimed_twice,
+    unlike_few_siblings,
+    unlike_module,
+    unlike_siblings,
+)
 from xckpt.comparison.layouts import tiled
 from xckpt.comparison.match import Candidate, by_content, by_names
 from xckpt.comparison.measure import Comparison
@@ -239,6 +244,7 @@ def explain(
         work.explanations |= claimed_twice(cases, work.explanations)
         work.explanations |= unlike_siblings(cases, work.explanations, places, work.verify)
         work.explanations |= turned_alone(cases, work.explanations, places)
+        work.explanations |= unlike_module(cases, work.explanations)
         work.explanations |= unlike_few_siblings(cases, work.explanations, places, work.verify)
     return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]
 

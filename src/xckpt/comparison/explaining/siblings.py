@@ -12,7 +12,9 @@ from dataclasses import replace
 from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.comparison.arrangements import Permutation, Permuted, Transposed
 from xckpt.comparison.explaining.outcome import ALONE, Case, Explanation, quoted
+from xckpt.comparison.names import stem_of_leaf
 from xckpt.statistics.tables import TIED
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     #: The result is None if they do not lead to the shape of the second tensor.
     Verify = Callable[[Sequence[tuple[int, tuple[Step, ...]]]], Sequence[bool | None]]
 
-__all__ = ["claimed_twice", "unlike_few_siblings", "unlike_siblings"]
+__all__ = ["claimed_twice", "unlike_few_siblings", "unlike_module", "unlike_siblings"]
 
 # The least number of siblings that show how a tensor should have been changed.
 _FEWEST_SIBLINGS = 4
@@ -212,6 +214,44 @@ def unlike_few_siblings(
         if not is_like:
             unlike |= _accused(siblings, suspect)
     return unlike
+
+
+def unlike_module(
+    cases: Sequence[Case], explanations: Mapping[int, Explanation]
+) -> dict[int, Explanation]:
+    """Return new explanations of a weight or a bias whose rows kept the order that the other lost.
+
+    Most rows of the other one are in another order, or its heads are.
+    """
+    siblings = _Siblings(cases, explanations)
+    modules: dict[tuple[str, ...], dict[int, object]] = defaultdict(dict)
+    for n, explanation in explanations.items():
+        case, order = cases[n], _order_of_rows(explanation)
+        other = next(iter(explanation.other_names), case.other_name or case.match.name)
+        stems = tuple(map(stem_of_leaf, (case.match.name, other)))
+        is_one = not explanation.is_constant and not explanation.joint and not explanation.is_part
+        if order is not None and case.status != ALONE[1] and is_one and all(stems):
+            modules[stems][n] = order
+    unlike: dict[int, Explanation] = {}
+    for orders in modules.values():
+        if len({*orders.values()}) > 1:
+            for n in [n for n in orders if explanations[n].verified]:
+                others = [cases[m].match.name for m in orders if orders[m] != orders[n]]
+                reason = f"the rows of {quoted(others)} are in another order"
+                unlike |= _doubted(siblings, [n, *siblings.partners(n)], reason)
+    return unlike
+
+
+def _order_of_rows(explanation: Explanation) -> object:
+    """Return the permutation of the rows of a tensor, () for none; None if it is unknown."""
+    steps = explanation.steps
+    is_permuted = any(isinstance(step, Permuted) for step in steps)
+    if not (explanation.verified or is_permuted) or any(isinstance(s, Transposed) for s in steps):
+        return None
+    orders = [step for step in steps if isinstance(step, Permutation) and step.axis == 0]
+    moved = [sum(n != m for n, m in enumerate(s.order)) / len(s.order)
+             for s in orders if isinstance(s, Permuted)]  # fmt: skip
+    return tuple(orders) if all(2 * share > 1 for share in moved) else None
 
 
 class _Suspect(NamedTuple):
