@@ -546,6 +546,19 @@ class TestSiblings:
         expected = {names[4], f"net.{names[4]}"} if is_exchanged else set()
         assert self.wrong(ours, theirs) == expected
 
+    def test_kernels_show_how_a_square_matrix_should_be(self) -> None:
+        normal = self.normal()
+        ours = {f"conv.{n}.weight": normal(8, 4 + 2 * n, 3, 3) for n in range(4)}
+        ours["head.weight"] = normal(16, 16)
+        theirs = {n.replace(".", "/").replace("weight", "kernel"): x.T for n, x in ours.items()}
+        kernels = {n: x.transpose(1, 0, *range(2, x.ndim)) for n, x in theirs.items()}
+        assert not self.wrong(ours, kernels | {"head/kernel": theirs["head/kernel"]})
+        assert self.wrong(ours, kernels) == {"head.weight", "head/kernel"}
+        # Outputs come first in MLX, in kernels and matrices.
+        mlx = {n: x.transpose(0, *range(2, x.ndim), 1) for n, x in ours.items()}
+        mlx["head.weight"] = ours["head.weight"]
+        assert not self.wrong(ours, {f"net.{name}": x for name, x in mlx.items()})
+
     def recurrent(self, *ends: str) -> Sides:
         normal = self.normal()
         names = dict(zip(("weight_ih", "weight_hh"), ends or ("vars/0", "vars/1"), strict=True))

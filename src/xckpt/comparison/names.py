@@ -98,6 +98,11 @@ def first_numbers(a: str, b: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: int(pair[0]) == int(pair[1]), pairs))
 
 
+def last_word(name: str) -> str:
+    """Return the last word of a name, such as "weight"."""
+    return _PIECE.split(name)[-1]
+
+
 def last_words(name: str) -> str:
     """Return the last two words of a name without numbers; empty if the first one is a number."""
     *_, module, leaf = ["", "", *_PIECE.split(name)]
@@ -106,7 +111,7 @@ def last_words(name: str) -> str:
 
 def stem_of_leaf(name: str) -> str:
     """Return the name of the module of a weight or a bias; empty for other tensors."""
-    stem, leaf = _stem_of(name), _PIECE.split(name)[-1]
+    stem, leaf = _stem_of(name), last_word(name)
     return stem if any(leaf in leaves for leaves in _LEAVES) else ""
 
 
@@ -427,7 +432,7 @@ def are_other_roles(a: str, b: str) -> bool:
     roles = _roles_of(a), _roles_of(b)
     if len(roles[0]) == len(roles[1]) == 1 and roles[0] != roles[1]:
         return True
-    first, second = ([n for n, leaves in enumerate(_LEAVES) if _PIECE.split(name)[-1] in leaves]
+    first, second = ([n for n, leaves in enumerate(_LEAVES) if last_word(name) in leaves]
                      for name in (a, b))  # fmt: skip
     return len(first) == len(second) == 1 and first != second
 

@@ -7,12 +7,13 @@ show whether it was transposed, but the other matrices do: if none of them was, 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.comparison.arrangements import Transposed
 from xckpt.comparison.explaining.outcome import ALONE, Case, Explanation
-from xckpt.comparison.names import last_words
+from xckpt.comparison.names import last_word, last_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,12 +27,14 @@ _FEWEST_WITNESSES = 4
 
 
 class _Matrix(NamedTuple):
-    """A matrix that is explained, by the number of its case."""
+    """A matrix, or the kernel of a convolution, that is explained, by the number of its case."""
 
     case: int
     names: tuple[str, str]
+    #: Whether its outputs come first on one side only.
     is_turned: bool
     is_square: bool
+    is_kernel: bool
     #: Whether the case counts; both tensors of a pair of two names are cases.
     is_counted: bool
 
@@ -39,7 +42,12 @@ class _Matrix(NamedTuple):
     def role(self) -> tuple[str, ...] | None:
         """The last words of both names; None if one of them has none."""
         roles = tuple(map(last_words, self.names))
-        return None if "" in roles else roles
+        return None if "" in roles or self.is_kernel else roles
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The last word of both names."""
+        return tuple([last_word(name) for name in self.names])
 
 
 def turned_alone(
@@ -48,12 +56,20 @@ def turned_alone(
     """Return new explanations of matrices that are transposed, or not, unlike all others."""
     matrices = list(_matrices(cases, explanations, places))
     reasons = _among_roles(matrices)
-    upright = sum([matrix.is_counted and not matrix.is_square for matrix in matrices])
-    if upright >= _FEWEST_WITNESSES and not any(m.is_turned and not m.is_square for m in matrices):
-        for matrix in matrices:
-            if matrix.is_turned and not places.are_turned(matrix.names):
-                text = f"the {upright:,} matrices that are not square were not"
+    of_leaves: dict[tuple[str, ...], Counter[bool]] = defaultdict(Counter)
+    of_matrices: Counter[bool] = Counter()
+    for witness in [matrix for matrix in matrices if matrix.is_counted and not matrix.is_square]:
+        of_leaves[witness.leaves][witness.is_turned] += 1
+        of_matrices[witness.is_turned] += not witness.is_kernel
+    for matrix in matrices:
+        of_leaf = of_leaves[matrix.leaves]
+        is_alone = matrix.is_square and not matrix.is_turned and not of_leaf[False]
+        if matrix.is_turned and not of_matrices[True] and not places.are_turned(matrix.names):
+            if of_matrices[False] >= _FEWEST_WITNESSES:
+                text = f"the {of_matrices[False]:,} matrices that are not square were not"
                 reasons.setdefault(matrix, text)
+        elif is_alone and of_leaf[True] >= _FEWEST_WITNESSES:
+            reasons.setdefault(matrix, f"the {of_leaf[True]:,} that are not square were")
     return _accused(cases, explanations, reasons)
 
 
@@ -84,18 +100,20 @@ def _among_roles(matrices: Sequence[_Matrix]) -> dict[_Matrix, str]:
 def _matrices(
     cases: Sequence[Case], explanations: Mapping[int, Explanation], places: Places
 ) -> Iterator[_Matrix]:
-    """Yield the matrices that are explained, and that a conversion may transpose."""
+    """Yield the matrices and kernels that are explained, and that a conversion may transpose."""
     for n, explanation in explanations.items():
         if not explanation.verified or explanation.joint or explanation.is_constant:
             continue
         streams = (cases[n].match.ours, cases[n].match.theirs)
         shapes = [tuple(stream.array.shape) for stream in streams if stream is not None]
         names = _names(cases[n], explanation)
-        if all(len(shape) == 2 for shape in shapes) and places.may_be_turned(names):
-            is_turned = "transposed" in explanation.causes
-            is_square = len({*shapes[0]}) == 1
+        ndim = len(shapes[0])
+        if ndim > 1 and len(shapes[-1]) == ndim and places.may_be_turned(names):
+            turns = [step.axes for step in explanation.steps if isinstance(step, Transposed)]
+            is_turned = "transposed" in explanation.causes and (ndim == 2 or turns[0][0] != 0)
+            is_square = ndim == 2 and len({*shapes[0]}) == 1
             is_counted = cases[n].status != "only_b" or "split" in explanation.causes
-            yield _Matrix(n, names, is_turned, is_square, is_counted)
+            yield _Matrix(n, names, is_turned, is_square, ndim > 2, is_counted)
 
 
 def _names(case: Case, explanation: Explanation) -> tuple[str, str]:
