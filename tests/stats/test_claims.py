@@ -249,6 +249,28 @@ def test_equal_elements_without_the_offset_of_their_siblings_differ(tmp_path: Pa
     assert norms == {"model.layers.4.input_layernorm.weight"}
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("layers", [2, 6])
+@pytest.mark.parametrize("name", ["blk.1.attn_norm.weight", "output_norm.weight"])
+def test_one_norm_without_the_offset_of_the_others_differs(
+    name: str, layers: int, is_turned: bool, tmp_path: Path
+) -> None:
+    gguf: Any = pytest.importorskip("gguf")
+    ours = llama(layers=layers, centre=0.0)
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "gemma")
+    for other, values in in_gguf(ours).items():
+        is_moved = "norm" in other and other != name
+        writer.add_tensor(other, values + F32(1) if is_moved else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    sides = ours, tmp_path / "b.gguf"
+    norms = {n for n in differing(*(sides[::-1] if is_turned else sides)) if "norm" in n}
+    spelled = {"blk.1.attn_norm.weight": NORM, "output_norm.weight": "model.norm.weight"}
+    assert norms == {name, spelled[name]}
+
+
 @pytest.mark.parametrize(("heads", "outcome"), [(HEADS, "explained"), (HEADS // 2, "changed")])
 def test_rows_are_permuted_for_the_stated_heads(heads: int, outcome: str, tmp_path: Path) -> None:
     gguf: Any = pytest.importorskip("gguf")

@@ -33,6 +33,7 @@ from xckpt.comparison.explaining.siblings import (
     claimed_twice,
     unlike_few_siblings,
     unlike_module,
+    unlike_norms,
     unlike_siblings,
 )
 from xckpt.comparison.layouts import tiled
@@ -244,6 +245,7 @@ def explain(
         work.explanations |= claimed_twice(cases, work.explanations)
         work.explanations |= unlike_siblings(cases, work.explanations, places, work.verify)
         work.explanations |= turned_alone(cases, work.explanations, places)
+        work.explanations |= unlike_norms(cases, work.explanations, places)
         work.explanations |= unlike_module(cases, work.explanations)
         work.explanations |= unlike_few_siblings(cases, work.explanations, places, work.verify)
     return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     #: The result is None if they do not lead to the shape of the second tensor.
     Verify = Callable[[Sequence[tuple[int, tuple[Step, ...]]]], Sequence[bool | None]]
 
-__all__ = ["claimed_twice", "unlike_few_siblings", "unlike_module", "unlike_siblings"]
+__all__ = [
+    "claimed_twice",
+    "unlike_few_siblings",
+    "unlike_module",
+    "unlike_norms",
+    "unlike_siblings",
+]
 
 # The least number of siblings that show how a tensor should have been changed.
 _FEWEST_SIBLINGS = 4
@@ -216,6 +222,34 @@ def unlike_few_siblings(
     return unlike
 
 
+def unlike_norms(
+    cases: Sequence[Case], explanations: Mapping[int, Explanation], places: Places
+) -> dict[int, Explanation]:
+    """Return new explanations of norms without the offset that most norms of their model have."""
+    siblings = _Siblings(cases, explanations)
+    norms = [
+        n
+        for n, explanation in explanations.items()
+        if explanation.has_layout
+        and cases[n].status != ALONE[1]
+        and places.offset(_names_of_pair(cases[n], explanation)) is not None
+    ]
+    moved = [n for n in norms if explanations[n].offset]
+    unlike: dict[int, Explanation] = {}
+    if len(norms) >= _FEWEST_SIBLINGS and 2 * len(moved) > len(norms):
+        usual = explanations[moved[0]]
+        for n in norms:
+            if not explanations[n].offset:
+                unlike |= _accused(siblings, _Suspect(n, usual, len(moved)))
+    return unlike
+
+
+def _names_of_pair(case: Case, explanation: Explanation) -> tuple[str, str]:
+    """Return the name of a tensor of `a`, and of its partner."""
+    other = next(iter(explanation.other_names), case.other_name or case.match.name)
+    return case.match.name, other
+
+
 def unlike_module(
     cases: Sequence[Case], explanations: Mapping[int, Explanation]
 ) -> dict[int, Explanation]:
@@ -227,8 +261,7 @@ def unlike_module(
     modules: dict[tuple[str, ...], dict[int, object]] = defaultdict(dict)
     for n, explanation in explanations.items():
         case, order = cases[n], _order_of_rows(explanation)
-        other = next(iter(explanation.other_names), case.other_name or case.match.name)
-        stems = tuple(map(stem_of_leaf, (case.match.name, other)))
+        stems = tuple(map(stem_of_leaf, _names_of_pair(case, explanation)))
         is_one = not explanation.is_constant and not explanation.joint and not explanation.is_part
         if order is not None and case.status != ALONE[1] and is_one and all(stems):
             modules[stems][n] = order
