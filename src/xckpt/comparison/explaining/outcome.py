@@ -387,7 +387,7 @@ def _rounded_alike(shares: Sequence[Share]) -> list[Share]:
     for share in shares:
         if share.explanation is not None and not share.explanation.is_constant:
             types_of[share.whole.number][share.explanation.types_between] += 1
-    alike = []
+    checked = []
     for share in shares:
         explanation, counts = share.explanation, types_of[share.whole.number]
         usual = max(counts, key=lambda types: (counts[types], -len(types)), default=())
@@ -396,8 +396,8 @@ def _rounded_alike(shares: Sequence[Share]) -> list[Share]:
             verb = "was" if explanation.types_between else "was not"
             problem = f"unlike the others, it {verb} rounded to {' and then to '.join(types)}"
             share = share._replace(explanation=None, problem=problem)  # noqa: PLW2901
-        alike.append(share)
-    return alike
+        checked.append(share)
+    return checked
 
 
 def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:

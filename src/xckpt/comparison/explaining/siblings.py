@@ -246,8 +246,8 @@ def unlike_norms(
 
 def _names_of_pair(case: Case, explanation: Explanation) -> tuple[str, str]:
     """Return the name of a tensor of `a`, and of its partner."""
-    other = next(iter(explanation.other_names), case.other_name or case.match.name)
-    return case.match.name, other
+    partner = next(iter(explanation.other_names), case.other_name or case.match.name)
+    return case.match.name, partner
 
 
 def unlike_module(
@@ -269,8 +269,8 @@ def unlike_module(
     for orders in modules.values():
         if len({*orders.values()}) > 1:
             for n in [n for n in orders if explanations[n].verified]:
-                others = [cases[m].match.name for m in orders if orders[m] != orders[n]]
-                reason = f"the rows of {quoted(others)} are in another order"
+                names = [cases[m].match.name for m in orders if orders[m] != orders[n]]
+                reason = f"the rows of {quoted(names)} are in another order"
                 unlike |= _doubted(siblings, [n, *siblings.partners(n)], reason)
     return unlike
 
