@@ -52,6 +52,8 @@ LEAF = 1 << 14
 PIECE_NBYTES = 4 << 20
 #: The same for tensors whose rows are in many places of the file.
 TURNED_NBYTES = 32 << 20
+# Columns of a transposed matrix that are copied together.
+_STRIP = 64
 #: Attributes of lazy arrays that determine their elements, besides the stored parts.
 DECODING = ("order", "strict", "block_type", "quantization", "origins")
 _FIELDS = attrgetter(*(field.name for field in fields(Part)))
@@ -410,11 +412,22 @@ class ArrayStream(ElementStream):
             line, first = divmod(start // inner, shape[axis])
             lead = np.unravel_index(line, shape[:axis]) if axis else ()
             last = min(shape[axis], first + count, first + -(-(stop - start) // inner) + 1)
-            values = dense_values(array[(*map(int, lead), slice(first, last))]).reshape(-1)
+            values = _in_c_order(dense_values(array[(*map(int, lead), slice(first, last))]))
             begin = (line * shape[axis] + first) * inner
             values = values[start - begin : stop - begin]
             yield start, (values,)
             start += len(values)
+
+
+def _in_c_order(values: Array) -> Array:
+    """Return the elements of an array as one axis, in C order."""
+    if values.ndim != 2 or values.flags.c_contiguous or not values.flags.f_contiguous:
+        return values.reshape(-1)
+    # numpy reads whole columns, which evict each other from the cache if their length is even.
+    out = np.empty(values.shape, values.dtype)
+    for start in range(0, values.shape[1], _STRIP):
+        out[:, start : start + _STRIP] = values[:, start : start + _STRIP]
+    return out.reshape(-1)
 
 
 class Transposed:

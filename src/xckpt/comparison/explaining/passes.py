@@ -99,6 +99,10 @@ class Work:
     sketches: tuple[dict[int, Sketched], dict[int, Sketched]] = field(
         default_factory=lambda: ({}, {})
     )
+    #: Links between whole tensors after steps, which several passes may try.
+    links: dict[tuple[ElementStream, ElementStream, tuple[Step, ...]], Link] = field(
+        default_factory=dict
+    )
     #: Joints that are explained, by the side of the whole.
     joints: list[tuple[int, Joint]] = field(default_factory=list)
     #: Names of the tensors of each side with the same numbers, by the numbers of their cases.
@@ -145,9 +149,11 @@ class Work:
         ours, theirs = (self.sketch(numbers, side) for side in (0, 1))
         return {n: (ours[n], theirs[n]) for n in numbers if n in ours and n in theirs}
 
-    def link(self, a: Sketched, b: Sketched, steps: Sequence[Step]) -> Link:
+    def link(self, a: Sketched, b: Sketched, steps: tuple[Step, ...]) -> Link:
         """Return a link between two whole tensors, readable in the order of either."""
         ours, theirs = a.stream, b.stream
+        if (ours, theirs, steps) in self.links:
+            return self.links[ours, theirs, steps]
         orders = [sides_after(ours, theirs, steps)]
         undone_view = undone(theirs.array, steps) if steps else None
         if undone_view is not None:
@@ -159,7 +165,9 @@ class Work:
             orders.append((Side(turned[0], ours), Side(turned[1], theirs)))
         names = (a.name, b.name)
         is_padded = any(isinstance(step, Padded) for step in steps)
-        return Link(names, orders, self.places.offset(names), is_padded)
+        link = Link(names, orders, self.places.offset(names), is_padded)
+        self.links[ours, theirs, steps] = link
+        return link
 
     def verify(self, tried: Sequence[tuple[int, tuple[Step, ...]]]) -> list[bool | None]:
         """Return, for cases and steps, whether the steps relate all elements of the tensors.

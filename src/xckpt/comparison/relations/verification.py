@@ -277,8 +277,10 @@ class RelationCounts(Accumulator):
 def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> None:
     """Suggest relations for each link from a sample, and verify them on every element.
 
-    With `certain`, verify only relations that hold for the whole sample.
+    With `certain`, verify only relations that hold for the whole sample. Links that were examined
+    before keep their results.
     """
+    links = [link for link in links if link.evidence is None]
     with Threads(cpu_count(), "xckpt-explain") as threads:
         list(threads.map(_suggest, links) if len(links) > 1 else map(_suggest, links))
     tested = [link for link in links if link.relations and (not certain or link.share == 1.0)]
