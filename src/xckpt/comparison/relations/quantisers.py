@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
+from xckpt.arrays.compiling import compiled
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.dequantize import decode
 from xckpt.arrays.kinds import kind_named
@@ -67,10 +68,10 @@ class Quantiser(NamedTuple):
         with np.errstate(all="ignore"):
             codes, scale, low = self.repeat(blocks)
             values = np.ascontiguousarray(y, F32).reshape(blocks.shape)
-            nearest = np.rint(codes)
-            is_held = values == scale * nearest + low
-            if not is_held.all():
+            is_held = np.empty(blocks.shape, np.bool_)
+            if _mark_held(codes, scale, low, values, is_held) < is_held.size:
                 # Arithmetic in another order may lead to the other side of a tie.
+                nearest = np.rint(codes)
                 distance = np.abs(np.abs(codes - nearest) - 0.5)
                 ties = np.nonzero(distance < _TIE * (1 + np.abs(codes)))
                 step, first = scale[ties[0], 0], low[ties[0], 0]
@@ -116,8 +117,34 @@ def _extreme(choose: Callable[[Array, Array], Array], blocks: Array) -> Array:
 
 
 def _magnitude(blocks: Array) -> Array:
-    """Return the largest magnitude in each block."""
-    return _extreme(np.maximum, np.abs(blocks))
+    """Return the largest magnitude in each block; NaN if there is one."""
+    bits = np.empty((len(blocks), 1), np.uint32)
+    _find_largest(np.ascontiguousarray(blocks, F32).view(np.uint32), bits)
+    return bits.view(F32)
+
+
+@compiled
+def _find_largest(bits: Any, out: Any) -> None:
+    """Find the largest magnitude of each row; magnitudes of floats ascend with their bits."""
+    for row in range(bits.shape[0]):
+        largest = np.uint32(0)
+        for value in bits[row]:
+            magnitude = np.uint32(value & np.uint32(0x7FFFFFFF))
+            largest = magnitude if magnitude > largest else largest
+        out[row, 0] = largest
+
+
+@compiled
+def _mark_held(codes: Any, scale: Any, low: Any, values: Any, is_held: Any) -> Any:
+    """Mark the values that their nearest codes decode to, and return their number."""
+    count = 0
+    for row in range(codes.shape[0]):
+        step, first = scale[row, 0], low[row, 0]
+        for column in range(codes.shape[1]):
+            held = values[row, column] == step * np.rint(codes[row, column]) + first
+            is_held[row, column] = held
+            count += held
+    return count
 
 
 def _largest(blocks: Array) -> Array:
