@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from math import isnan, nan, prod
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from xckpt.comparison.cells import ChannelGrid, Reduced
     from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.comparison.merges import Merges
+    from xckpt.comparison.relations.verification import Link
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
@@ -276,7 +278,8 @@ def compare(
         for matches, entry in zip(rows, entries, strict=True)
     ]
     sums: dict[str, tuple[float, ...]] = {}
-    find: Any = partial(_compare_all, progress=progress, cache=cache, sums=sums)
+    links = _links_in_place(rows, places) if explain else []
+    find: Any = partial(_compare_all, progress=progress, cache=cache, sums=sums, links=links)
     if dim is not None:
         entries, rows, inputs = _along(dim, entries, rows)
         find = partial(_compare_channels, progress=progress)
@@ -286,19 +289,13 @@ def compare(
     attrs = _attrs_of(entries, rows, has_names=names is not None or is_tied)
     summary = {}
     if explain:
-        merges = None
-        if adapter is not None:
-            from xckpt.comparison.merges import open_merges
-
-            ours_names = dict.fromkeys(
-                row.name for matches in rows for row in matches if row.ours is not None
-            )
-            merges = open_merges(adapter, ours, ours_names, storage_options)
+        merges = _merges_of(adapter, ours, rows, storage_options)
         summary = _add_explanations(
             *(entries, rows, values, attrs),
             places=places,
             sums=sums,
             progress=progress,
+            links=links,
             merges=merges,
         )
     if compute:  # explanations take close tensors as changed
@@ -369,6 +366,34 @@ def _warn_of_no_match(
     warn(text)
 
 
+def _links_in_place(rows: Sequence[Sequence[Match]], places: Places) -> list[Link | None]:
+    """Return the links of all matches, to be examined in the pass that measures them."""
+    from xckpt.comparison.relations.verification import Link, sides_after
+
+    links: list[Link | None] = []
+    for match in chain.from_iterable(rows):
+        link = None
+        ours, theirs, partner = match.ours, match.theirs, match.partner
+        if match.measured is not None and ours is not None and theirs is not None and match.size:
+            names = match.name, partner.name if partner else match.name
+            order = sides_after(ours, theirs, match.steps)
+            link = Link(names, [order], places.offset(names))
+        links.append(link)
+    return links
+
+
+def _merges_of(
+    adapter: Any, ours: OpenTensors, rows: Sequence[Sequence[Match]], storage_options: Any
+) -> Merges | None:
+    """Return the merges of an adapter into the tensors of `a`; None without an adapter."""
+    if adapter is None:
+        return None
+    from xckpt.comparison.merges import open_merges
+
+    names = dict.fromkeys(row.name for row in chain.from_iterable(rows) if row.ours is not None)
+    return open_merges(adapter, ours, names, storage_options)
+
+
 def _add_explanations(
     entries: Sequence[Entry],
     rows: Sequence[Sequence[Match]],
@@ -378,6 +403,7 @@ def _add_explanations(
     places: Places,
     sums: dict[str, tuple[float, ...]],
     progress: ProgressOption,
+    links: Sequence[Link | None],
     merges: Merges | None,
 ) -> dict[str, str]:
     """Add explanations to the attributes of variables; return the sentence about all of them."""
@@ -385,13 +411,14 @@ def _add_explanations(
     from xckpt.comparison.explaining.passes import explain
 
     cases = []
+    remaining_links = iter(links)
     for entry, matches, measured in zip(entries, rows, values, strict=True):
         table = measured.reshape(len(MEASURES), -1).T
         present = table if entry.gone is None else table[~entry.gone.ravel()]
         for row, numbers in zip(matches, present.tolist(), strict=True):
             status = "" if isnan(numbers[0]) else STATUSES[int(numbers[0])]
             statistics = dict(zip(MEASURES, numbers, strict=True))
-            cases.append(Case(row, status, statistics))
+            cases.append(Case(row, status, statistics, next(remaining_links)))
 
     def measure(pairs: Sequence[Zip | ChunkedZip]) -> list[dict[str, float]]:
         rows = compare_pairs(pairs, progress=False, cache=False)
@@ -455,11 +482,23 @@ def _compare_all(
     progress: ProgressOption,
     cache: bool,
     sums: dict[str, tuple[float, ...]],
+    links: Sequence[Link | None],
 ) -> list[Array]:
-    """Compare all pairs, add their `PAIR_SUMS` to `sums`, and return arrays shaped as inputs."""
-    matches = [row for rows, *_ in inputs for row in rows if row.measured is not None]
+    """Compare all pairs, add their `PAIR_SUMS` to `sums`, and return arrays shaped as inputs.
+
+    Links of the matches, if any, are examined at the same time.
+    """
+    all_matches = [row for rows, *_ in inputs for row in rows]
+    numbers = [n for n, row in enumerate(all_matches) if row.measured is not None]
+    matches = [all_matches[n] for n in numbers]
     pairs = [row.measured for row in matches if row.measured is not None]
-    table = summed(pairs, progress=progress, cache=cache)
+    find = None
+    if links:
+        from xckpt.comparison.relations.verification import compare_and_examine
+
+        of_pairs = [links[n] for n in numbers]
+        find = partial(compare_and_examine, pairs, of_pairs, cache=cache)
+    table = summed(pairs, progress=progress, cache=cache, find=find)
     columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
     sums |= zip([row.name for row in matches], map(tuple, table[:, columns].tolist()), strict=True)
     measures = measures_of_pairs(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -410,21 +410,34 @@ def measures_of_pairs(table: Array) -> Array:
     return measures_of(table[:, :-1], table[:, -1].astype(np.int64))
 
 
-def summed(pairs: Sequence[Zip | ChunkedZip], *, progress: ProgressOption, cache: bool) -> Array:
+def summed(
+    pairs: Sequence[Zip | ChunkedZip],
+    *,
+    progress: ProgressOption,
+    cache: bool,
+    # From the positions of uncached pairs to their comparisons, instead of `compared`.
+    find: Callable[[list[int], Progress], Sequence[Comparison]] | None = None,
+) -> Array:
     """Return the `PAIR_COLUMNS` of each pair of tensors."""
     with Progress(progress, "comparison") as bar:
 
-        def find(numbers: list[int]) -> list[list[float]]:
+        def rows(numbers: list[int]) -> list[list[float]]:
             batch = [pairs[number] for number in numbers]
-            compare_bytes = partial(_with_same_bytes, batch, bar)
-            finish = lambda _, comparison: comparison.row()  # noqa: E731
-            return gather(batch, Comparison, finish, bar, cache=cache, shortcut=compare_bytes)
+            comparisons = find(numbers, bar) if find else compared(batch, bar, cache=cache)
+            return [comparison.row() for comparison in comparisons]
 
-        return rows_of(pairs, ("comparison", *PAIR_COLUMNS), len(PAIR_COLUMNS), find, enabled=cache)
+        return rows_of(pairs, ("comparison", *PAIR_COLUMNS), len(PAIR_COLUMNS), rows, enabled=cache)
 
 
-def _with_same_bytes(
-    pairs: Sequence[Zip | ChunkedZip], bar: Progress, numbers: list[int]
+def compared(pairs: Sequence[Zip | ChunkedZip], bar: Progress, *, cache: bool) -> list[Comparison]:
+    """Compare pairs of tensors; those that have the same stored bytes are not decoded."""
+    finish = lambda _, comparison: comparison  # noqa: E731
+    compare_bytes = partial(with_same_bytes, pairs, bar)
+    return gather(pairs, Comparison, finish, bar, cache=cache, shortcut=compare_bytes)
+
+
+def with_same_bytes(
+    pairs: Sequence[Zip | ChunkedZip], bar: Progress, numbers: Iterable[int]
 ) -> Iterator[tuple[int, Comparison]]:
     """Yield comparisons of tensors that have the same stored bytes, which are not decoded."""
     stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}

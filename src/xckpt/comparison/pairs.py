@@ -80,6 +80,11 @@ def in_c_order(stream: ElementStream) -> ElementStream:
     return stream if _order(stream) == "C" else _reordered(stream, "C")
 
 
+def is_in_c_order(pair: Zip | ChunkedZip) -> bool:
+    """Return whether a pair yields all elements of two tensors in C order."""
+    return type(pair) is Zip and _order(pair.first) == _order(pair.second) == "C"
+
+
 def _order(stream: ElementStream) -> str:
     """Return the memory order, C or F, in which a stream yields the elements."""
     shape = stream.array.shape

@@ -77,6 +77,8 @@ class Case:
     #: One of `STATUSES`; empty if it was not compared.
     status: str
     measures: dict[str, float]
+    #: A link between the elements that were measured; None if it was not measured.
+    link: Link | None
 
     @property
     def other_name(self) -> str:

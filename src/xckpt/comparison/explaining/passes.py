@@ -286,14 +286,9 @@ def in_place(work: Work) -> Explanations:
     """Explain tensors whose elements keep their positions: rounded, quantised, with an offset."""
     for n in work.open:
         case = work.cases[n]
-        ours, theirs = case.match.ours, case.match.theirs
-        if case.match.measured is not None and ours is not None and theirs is not None:
-            if not case.match.size:
-                continue
-            names = (case.match.name, case.other_name or case.match.name)
-            order = sides_after(ours, theirs, case.match.steps)
-            offset = work.places.offset(names)
-            work.in_place[n] = Link(names, [order], offset, known=case.measures)
+        if case.link is not None:
+            case.link.known = case.measures
+            work.in_place[n] = case.link
     examine(list(work.in_place.values()), work.bar)
     by_tiles = [(n, link) for n in work.in_place for link in _by_tiles(work, n)]
     examine([link for _, link in by_tiles], work.bar, certain=True)

@@ -130,7 +130,7 @@ def _find_largest(bits: Any, out: Any) -> None:
         largest = np.uint32(0)
         for value in bits[row]:
             magnitude = np.uint32(value & np.uint32(0x7FFFFFFF))
-            largest = magnitude if magnitude > largest else largest
+            largest = max(largest, magnitude)
         out[row, 0] = largest
 
 

@@ -13,8 +13,14 @@ import numpy as np
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.streams import LEAF, ChunkedZip, ElementStream, Zip, columns_of, whole_leaves
 from xckpt.comparison.arrangements import Step, arranged, part_of, parts_of_view
-from xckpt.comparison.measure import MEASURES, Comparison, as_floats, measures_of_pairs
-from xckpt.comparison.pairs import pair_of, stream_of_view
+from xckpt.comparison.measure import (
+    MEASURES,
+    Comparison,
+    as_floats,
+    measures_of_pairs,
+    with_same_bytes,
+)
+from xckpt.comparison.pairs import is_in_c_order, pair_of, stream_of_view
 from xckpt.comparison.relations.causes import LIKELY, Elementwise, Relation, SampledPairs
 from xckpt.comparison.relations.quantised_causes import (
     Quantised,
@@ -123,6 +129,7 @@ class Link:
     #: The `MEASURES` of the pair, if they are known; else they are computed on the way.
     known: Mapping[str, float] | None = None
     #: Results of the examination.
+    is_sampled: bool = False
     order: int = 0
     correlation: float = math.nan
     pair: Zip | ChunkedZip | None = None
@@ -137,6 +144,11 @@ class Link:
     def is_constant(self) -> bool:
         """True if the sample is constant."""
         return math.isnan(self.correlation)
+
+    @property
+    def is_graded(self) -> bool:
+        """True if the pair has the distances that the stored scales of one side allow."""
+        return bool(self.relations) and isinstance(self.relations[0], WithinScales)
 
     @property
     def relation(self) -> Relation | None:
@@ -281,12 +293,52 @@ def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> N
     before keep their results.
     """
     links = [link for link in links if link.evidence is None]
+    _suggest_all(links)
+    _verify([link for link in links if link.relations and (not certain or link.share == 1.0)], bar)
+
+
+def compare_and_examine(
+    all_pairs: Sequence[Zip | ChunkedZip],
+    links: Sequence[Link | None],
+    numbers: Sequence[int],
+    bar: Progress,
+    *,
+    cache: bool,
+) -> list[Comparison]:
+    """Compare some pairs, and verify what samples of their links suggest in the same pass."""
+    pairs = [all_pairs[number] for number in numbers]
+    comparisons = dict(with_same_bytes(pairs, bar, range(len(pairs))))
+    candidates = [
+        (n, link)
+        for n, link in enumerate([links[number] for number in numbers])
+        # Sums depend on the order of the elements, which links read in C order.
+        if link is not None and n not in comparisons and is_in_c_order(pairs[n])
+    ]
+    _suggest_all([link for _, link in candidates])
+    related = {n: link for n, link in candidates if link.relations and not link.is_graded}
+    _verify(list(related.values()), bar)
+    for n, link in related.items():
+        if link.evidence is not None and link.evidence.measures is not None:
+            comparisons[n] = link.evidence.measures
+    others = [n for n in range(len(pairs)) if n not in comparisons]
+    finish = lambda _, comparison: comparison  # noqa: E731
+    remaining = gather([pairs[n] for n in others], Comparison, finish, bar, cache=cache)
+    comparisons |= zip(others, remaining, strict=True)
+    return [comparisons[n] for n in range(len(pairs))]
+
+
+def _suggest_all(links: Sequence[Link]) -> None:
+    """Suggest relations for the links without a sample."""
+    links = [link for link in links if not link.is_sampled]
     with Threads(cpu_count(), "xckpt-explain") as threads:
         list(threads.map(_suggest, links) if len(links) > 1 else map(_suggest, links))
-    tested = [link for link in links if link.relations and (not certain or link.share == 1.0)]
-    pairs: list[Any] = [link.pair for link in tested]
-    results = gather(pairs, RelationCounts, lambda _, counts: counts, bar, arguments=tested)
-    for link, evidence in zip(tested, results, strict=True):
+
+
+def _verify(links: Sequence[Link], bar: Progress) -> None:
+    """Test the suggested relations of links on every element."""
+    pairs: list[Any] = [link.pair for link in links]
+    results = gather(pairs, RelationCounts, lambda _, counts: counts, bar, arguments=links)
+    for link, evidence in zip(links, results, strict=True):
         link.evidence = evidence
 
 
@@ -342,6 +394,7 @@ def examine_in_turn(
 
 def _suggest(link: Link) -> None:
     """Choose an order of reading from a sample, and the relations to verify in that order."""
+    link.is_sampled = True
     for order, (ours, theirs) in enumerate(link.orders):
         pair = pair_of(ours.stream(link.names[0]), theirs.stream(link.names[0]), link.names[0])
         if not ours.size or INEXACT & set(pair.kinds):
