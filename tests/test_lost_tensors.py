@@ -311,6 +311,40 @@ def test_layers_that_only_one_side_has_stacked_are_named(
     assert warnings_of(whole, tmp_path / "new.safetensors") == []
 
 
+UNSTACKED: dict[str, Callable[[xr.Dataset, xr.Dataset, xr.Dataset], xr.Dataset]] = {
+    "first": lambda a, b, _: a.ckpt.unstack() + b,
+    "last": lambda a, b, _: b * 0.5 - a.ckpt.unstack() * 0.5,
+    "merged": lambda a, b, _: a.ckpt.merge(b - a).ckpt.unstack() + b,
+    "again": lambda a, b, _: a.ckpt.unstack().ckpt.stack() + b.ckpt.unstack(),
+    "of one": lambda a, _, __: a.ckpt.unstack() * 0.5 + a * 0.5,
+    "merged, of one": lambda a, _, __: a * 0.5 + a.ckpt.merge(a, scale=0.5).ckpt.unstack(),
+    "of one file": lambda a, _, flat: a * 0.5 + flat * 0.5,
+    "selected": lambda a, b, _: a.isel(layers=[0, 1, 2]).ckpt.unstack() - b,
+    "pickled": lambda a, b, _: pickle.loads(pickle.dumps(a.ckpt.unstack() + b)),
+}
+
+
+@pytest.mark.parametrize("derive", UNSTACKED.values(), ids=UNSTACKED)
+def test_layers_of_one_side_that_was_unstacked_are_named(
+    derive: Callable[..., xr.Dataset], tmp_path: Path
+) -> None:
+    a, b = (opened(tmp_path / f"{n}.safetensors", ALL, seed=n, stack=True) for n in range(2))
+    ds = derive(a, b, xckpt.open(tmp_path / "0.safetensors"))
+    (text,) = warnings_of(ds, tmp_path / "new.safetensors")
+    assert "6 of 7 tensors" in text
+    assert "stacked along layers" in text
+    assert "6 of 7 tensors" in repr(ds.ckpt)
+
+
+def test_sums_of_unstacked_models_are_whole(tmp_path: Path) -> None:
+    a, b = (opened(tmp_path / f"{n}.safetensors", ALL, seed=n, stack=True) for n in range(2))
+    path = tmp_path / "new.safetensors"
+    for ds in (a.ckpt.unstack() + b.ckpt.unstack(), a.ckpt.merge(b, scale=1).ckpt.unstack() * 2):
+        assert warnings_of(ds, path) == []
+        assert len(xckpt.open(path)) == 7
+        np.testing.assert_array_equal(ds[HEAD], xckpt.open(path)[HEAD])
+
+
 def test_selected_layers_that_only_one_side_has_stacked_are_named(tmp_path: Path) -> None:
     stacked = opened(tmp_path / "a.safetensors", ALL, stack=True)
     flat = opened(tmp_path / "b.safetensors", ALL, seed=1)
@@ -354,6 +388,29 @@ def test_models_without_a_common_name_are_an_error(base: xr.Dataset, tmp_path: P
             ds.ckpt.save(f"{tmp_path}/{place}")
     assert not (tmp_path / "new.safetensors").exists()
     assert not (tmp_path / "new").exists()
+
+
+MIXED: dict[str, Callable[[xr.DataTree, xr.Dataset], Any]] = {
+    "tree first": lambda tree, ds: (tree + ds) / 2,
+    "tree last": lambda tree, ds: ds - tree,
+}
+
+
+@pytest.mark.parametrize("derive", MIXED.values(), ids=MIXED)
+def test_a_tree_and_a_dataset_have_no_names_in_common(
+    derive: Callable[[xr.DataTree, xr.Dataset], Any], base: xr.Dataset, tmp_path: Path
+) -> None:
+    opened(tmp_path / "other.safetensors", ALL, seed=3)
+    tree = xr.open_datatree(tmp_path / "other.safetensors", engine="safetensors")
+    result = derive(tree, base)
+    with pytest.raises(ValueError, match=r"a DataTree and a Dataset.*open both with xckpt\.open"):
+        result.ckpt.save(f"{tmp_path}/new/")
+    (text,) = warnings_of(result, tmp_path / "new.safetensors")
+    assert "no tensors; arithmetic keeps only those that both sides have: 'DataTree'" in text
+    result.attrs["config"] = {"hidden_size": 4, "num_hidden_layers": 3}
+    with pytest.raises(ValueError, match="a DataTree and a Dataset"):
+        result.ckpt.save(tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_the_summary_of_a_result_names_the_loss(base: xr.Dataset, some: xr.Dataset) -> None:

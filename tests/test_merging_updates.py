@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import dask.array as da
 import ml_dtypes
@@ -18,6 +18,8 @@ from tests.documented import write_models
 from xckpt.errors import CheckpointWarning, UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     Array = np.ndarray[Any, np.dtype[Any]]
 
 Q, K, FC, EMBED, CONV, BIAS, NORM = (
@@ -33,6 +35,8 @@ SHAPES = {
     Q: (24, 16), K: (16, 16), FC: (16, 24), EMBED: (40, 16), CONV: (8, 4, 2, 2), BIAS: (24,),
     NORM: (16,),
 }  # fmt: skip
+UP = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(3)]
+LAYERS = [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(3)] + UP
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 6}
 
 
@@ -280,8 +284,8 @@ class TestUpdates:
         assert scaled[name].dims == base[name].dims[::-1]
         merged = xckpt.open(tmp_path / "model.safetensors", **options).ckpt.merge(scaled, scale=1)
         expected = (base + scaled)[name]
-        assert merged[name].dims == base[name].dims
-        np.testing.assert_allclose(merged[name], expected, rtol=1e-6)
+        assert merged.ckpt[name].dims == base[name].dims
+        np.testing.assert_allclose(merged.ckpt[name], expected, rtol=1e-6)
         updates = {name: xr.DataArray(weights[name].T, dims=base[name].dims[::-1])}
         np.testing.assert_array_equal(base.ckpt.merge(updates)[name], 2 * weights[name])
 
@@ -322,6 +326,39 @@ class TestObjects:
         expected = weights[Q] + 1.5 * product(Q, 24, 16)
         np.testing.assert_allclose(tensors[Q], expected, rtol=1e-5, atol=1e-7)
         assert tensors[K].tobytes() == weights[K].tobytes()
+
+    SELECTIONS: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "all": lambda ds: ds,
+        "tree": lambda ds: ds,
+        "fewer": lambda ds: ds.isel(layers=[0, 2]),
+        "one": lambda ds: ds.isel(layers=0),
+        "turned": lambda ds: ds.transpose(..., "layers", missing_dims="ignore"),
+        "stacked later": lambda ds: ds.ckpt.unstack().ckpt.stack(),
+        "absent": lambda ds: ds.ckpt.unstack().drop_vars(UP[2]).ckpt.stack(join="outer"),
+        "in memory": lambda ds: ds.compute(),
+    }
+
+    @pytest.mark.parametrize("kind", SELECTIONS)
+    def test_stacked_models_stay_stacked(self, kind: str, tmp_path: Path) -> None:
+        models = []
+        for seed in (1, 2):
+            path = tmp_path / f"{seed}.safetensors"
+            xckpt.save({name: numbers(4, 3, seed=seed) for name in (*LAYERS, "norm")}, path)
+            if kind == "tree":
+                models.append(xr.open_datatree(path, engine="safetensors", stack=True))
+            else:
+                models.append(xckpt.open(path, stack=True))
+        a, b = map(self.SELECTIONS[kind], models)
+        change = {LAYERS[0]: np.ones((4, 3), "f4")}
+        merged = a.ckpt.merge(change)
+        assert list(merged.variables) == list(a.variables)
+        xr.testing.assert_equal(merged - a, (b * 0 + merged) - a)
+        expected = {n: v.copy() for n, v in saved(a, tmp_path).items()}
+        for ds in (merged, (merged * 2 + b * 0) / 2, merged.ckpt.unstack()):
+            tensors = saved(ds, tmp_path)
+            assert sorted(tensors) == sorted(expected)
+            for name, values in expected.items():
+                np.testing.assert_allclose(tensors[name], values + (name in change), rtol=1e-6)
 
     def test_a_tied_tensor_stays_as_it_is(self, tmp_path: Path) -> None:
         weight = numbers(8, 4)

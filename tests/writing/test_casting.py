@@ -445,6 +445,20 @@ class TestTypesOfResults:
         assert float(merged["fc.weight"][0, 0]) == rounded
         assert float(xckpt.open("out.safetensors")["fc.weight"][0, 0]) == rounded
 
+    def test_merged_sums_in_stacks_are_rounded_once(self) -> None:
+        names = [f"layers.{n}.fc.weight" for n in range(2)]
+        xckpt.save(dict.fromkeys(names, np.ones((2, 2), ml_dtypes.bfloat16)), "m.safetensors")
+        change = np.full((2, 2), 0.5 / 3, "f4")
+        merged = xckpt.open("m.safetensors", stack=True).ckpt.merge({names[1]: change})
+        assert merged["layers.fc.weight"].dims[0] == "layers"
+        for obj in (merged, merged.ckpt.unstack()):
+            obj.ckpt.save("o.safetensors", dtype="float32", overwrite=True)
+            saved = xckpt.open("o.safetensors")
+            np.testing.assert_array_equal(saved[names[1]], 1 + change)
+            np.testing.assert_array_equal(saved[names[0]], 1)
+            obj.ckpt.save("o.safetensors", overwrite=True)
+            assert xckpt.open("o.safetensors")[names[1]].encoding["stored_dtype"] == "bfloat16"
+
     WRITERS: ClassVar[dict[str, Any]] = {
         "convert": lambda _, **how: xckpt.convert("large.safetensors", "o.safetensors", **how),
         "save": lambda ds, **how: (ds * 1).ckpt.save("o.safetensors", **how),

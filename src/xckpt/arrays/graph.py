@@ -44,7 +44,7 @@ from xckpt.upstream.dask_arrays import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
     import dask.array as da
@@ -81,6 +81,50 @@ def lazies_in(array: Any) -> dict[str, LazyArray]:
         return {array.name: lazy}
     layers = array.dask.layers if is_dask_array(array) else {}
     return {n: layer.lazy for n, layer in layers.items() if isinstance(layer, TensorLayer)}
+
+
+def reopened(array: da.Array, separate: Callable[[Opened], Opened]) -> da.Array:
+    """Return an array that knows other tensors as those that were opened with its own."""
+    known = lazies_in(array)
+    lazies = {name: lazy.reopened(separate) for name, lazy in known.items()}
+    if all(lazies[name] is known[name] for name in known):
+        return array
+    if is_stored(array):
+        return tensor_array(lazies[array.name], array.name, array.chunks, array._meta)  # noqa: SLF001
+    return _with_layers(
+        array,
+        {n: TensorLayer(lazy, n, array.dask.layers[n].chunks) for n, lazy in lazies.items()},
+    )
+
+
+def with_sources(array: Any, operands: Iterable[Any]) -> Any:
+    """Return a result that knows of each operand whether its tensors were stacked."""
+    known = lazies_in(array)
+    # Stacked or not, arrays of one file have the same names, and the graph keeps one of them.
+    others = {
+        f"{name}-other": lazy
+        for operand in operands
+        for name, lazy in lazies_in(operand).items()
+        if name in known
+        and lazy is not known[name]
+        and _has_stacks(lazy) != _has_stacks(known[name])
+    }
+    if not others:
+        return array
+    # Nothing reads these layers.
+    return _with_layers(
+        array, {name: TensorLayer(lazy, name, lazy.chunks(_SMALL)) for name, lazy in others.items()}
+    )
+
+
+def _has_stacks(lazy: LazyArray) -> bool:
+    return any(o.opened and o.opened.stacks for o in islice(lazy.tensor_origins, 1))
+
+
+def _with_layers(array: da.Array, layers: Mapping[str, Layer]) -> da.Array:
+    dependencies = {**dict.fromkeys(layers, frozenset[str]()), **array.dask.dependencies}
+    graph = HighLevelGraph({**array.dask.layers, **layers}, dependencies)
+    return _dask_array()(graph, array.name, array.chunks, meta=array._meta)  # noqa: SLF001
 
 
 def is_computed(array: Any) -> bool:

@@ -23,7 +23,7 @@ from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.storage.limits import exceeds_expansion, require_expansion
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
@@ -113,6 +113,13 @@ class LazyArray(ABC):
         """Set the tensor that the array shows as a whole, and return the array."""
         self._origin = Origin(tensor, role, opened)
         return self
+
+    def reopened(self, separate: Callable[[Opened], Opened]) -> Self:
+        """Return the array of a tensor as one of others; other arrays as they are."""
+        origin = self.origin
+        if origin is None or origin.opened is None:
+            return self
+        return copy(self).of(origin.tensor, origin.role, separate(origin.opened))
 
     def __getitem__(self, key: Any) -> Any:
         spelled_out = normalize(key, self.shape)
@@ -252,6 +259,11 @@ class SlicedArray(LazyArray):
     def tensor_origins(self) -> Iterator[Origin]:
         """Tensors of the base; see `LazyArray.tensor_origins`."""
         return self.base.tensor_origins
+
+    def reopened(self, separate: Callable[[Opened], Opened]) -> Self:
+        """Return the selection of the base as one of others; see `LazyArray.reopened`."""
+        base = self.base.reopened(separate)
+        return self if base is self.base else type(self)(base, self.key)
 
     @property
     def stored_nbytes(self) -> int | None:

@@ -21,8 +21,8 @@ from xckpt.arrays.graph import checkpoints_in, is_computed, lazies_in, with_bloc
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
 from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
-from xckpt.datasets.stacking import unstack_modules
-from xckpt.datasets.tensors import OpenTensors, flatten, rebuild
+from xckpt.datasets.stacking import replace_tensors, unstack_modules
+from xckpt.datasets.tensors import OpenTensors, flatten
 from xckpt.datasets.variables import mapped_arrays, require_positions
 from xckpt.errors import UnsupportedError, shown, some, warn
 from xckpt.formatting import base_name
@@ -72,9 +72,9 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     if not adapters:
         adapters, scale = _updates(changes, scale), 1.0 if scale is None else scale
     _require_supported(adapters, changes, scale)
-    obj = unstack_modules(obj)
-    flat = flatten(obj)
-    matches, missing = _matches(OpenTensors(obj), adapters, changes)
+    unstacked = unstack_modules(obj)
+    flat = flatten(unstacked)
+    matches, missing = _matches(OpenTensors(unstacked), adapters, changes)
     if not matches:
         raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
     if missing:
@@ -89,12 +89,12 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         name: _merged(name, flat.variables[name], of_tensor, changes, scale)
         for name, of_tensor in matches.items()
     }
-    variables = {
-        name: merged[name] if name in merged else _untied(variable, merged)
+    untied = {
+        name: _untied(variable)
         for name, variable in flat.variables.items()
+        if str(variable.encoding.get("shares")) in merged
     }
-    result: Obj = rebuild(obj, flat._replace(variables=variables))
-    return result
+    return replace_tensors(obj, untied | merged)
 
 
 def _matches(
@@ -355,11 +355,8 @@ def _rounded_block(block: Any, stored: np.dtype[Any]) -> Any:
         return block.astype(stored).astype(block.dtype)
 
 
-def _untied(variable: xr.Variable, merged: Mapping[Any, Any]) -> xr.Variable:
-    """Return a variable that does not share its bytes with a changed one."""
-    owner = variable.encoding.get("shares")
-    if not isinstance(owner, str) or owner not in merged:
-        return variable
+def _untied(variable: xr.Variable) -> xr.Variable:
+    """Return a variable that does not share the bytes of another one."""
     copied = variable.copy(deep=False)
     copied.encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
     return copied

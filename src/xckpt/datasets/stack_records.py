@@ -17,7 +17,7 @@ import numpy as np
 
 from xckpt.datasets.variables import LazyVariable, preferred_chunks
 from xckpt.errors import shown
-from xckpt.labels.grids import member_names
+from xckpt.labels.grids import Stack, member_names
 from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
 
@@ -287,6 +287,13 @@ class StackMembers:
         is_made = is_dask_array(data) and data.name == record.array
         # Whether the variable still has the array of the whole stack.
         self._is_whole = is_made and variable.dims[: len(record.dims)] == record.dims
+
+    def as_stack(self, name: str) -> Stack:
+        """Return the stack that they make under a name."""
+        record, numbers = self.record, self.numbers
+        indices = tuple(map(tuple, self._positions))
+        present = record.present and frozenset(numbers.values())
+        return Stack(name, record.template, record.dims, indices, tuple(numbers), present)
 
     @property
     def dims(self) -> tuple[str, ...]:

@@ -5,7 +5,9 @@ A stacked variable has a record of its members; see `xckpt.datasets.stack_record
 
 from __future__ import annotations
 
+from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,9 +15,9 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from xckpt.arrays.graph import is_stored, lazy_of, tensor_array
+from xckpt.arrays.graph import is_stored, lazy_of, reopened, tensor_array
 from xckpt.arrays.keys import target_nbytes
-from xckpt.arrays.lazy import UnreadableArray
+from xckpt.arrays.lazy import Opened, UnreadableArray
 from xckpt.arrays.stacked import AbsentArray, StackedArray, can_be_absent
 from xckpt.datasets.listing import require_join, stacked_modules, warn_of_unknown_modules
 from xckpt.datasets.making import add_coords
@@ -84,6 +86,12 @@ def unstack_modules(obj: Obj) -> Obj:
         return copied
     order = obj.encoding.get("flat_order", ())
     variables = unstacked_variables(flat.variables, lambda n: flat.indexes(flat.nodes[n]), order)
+    # A sum with a stacked object shows by these arrays that the other one was not.
+    separate = cache(lambda opened: Opened(opened.source, opened.names))
+    for name, variable in flat.variables.items():
+        array: Any = data_of(variable)
+        if name in variables and is_dask_array(array):
+            variables[name] = variable._replace(data=reopened(array, separate))
     records = filter(None, map(stack_of, flat.variables.values()))
     stacked_dims = {dim for record in records for dim in record.dims}
     coords = {
@@ -110,6 +118,32 @@ def _lost_dims(flat: Flat) -> list[str]:
         for dim in dims
         if coords[dim].dtype.kind in "iu" and not is_made_by_stacking(coords[dim])
     ]
+
+
+def replace_tensors(obj: Obj, changed: Mapping[str, xr.Variable]) -> Obj:
+    """Return an object with other variables for some tensors, also for members of its stacks."""
+    flat = flatten(obj)
+    variables: dict[Any, xr.Variable] = {}
+    for name, variable in flat.variables.items():
+        members = None
+        if stack_of(variable) is not None:
+            members = StackMembers(str(name), variable, flat.indexes(flat.nodes[name]))
+        if members is None or changed.keys().isdisjoint(members.numbers):
+            variables[name] = changed.get(name, variable)
+            continue
+        separate = {n: changed[n] if n in changed else members.variable(n) for n in members.numbers}
+        if len({member.shape for member in separate.values()}) > 1:
+            variables |= separate
+            continue
+        stack = members.as_stack(str(name))
+        stacked = _stack_variable(stack, separate, dict(variable.attrs))
+        record = stack_of(stacked)
+        if record is not None:
+            record_stack(stacked.encoding, replace(record, run=members.record.run))
+        dropped = {dim: 0 for dim in stack.dims if dim not in variable.dims}
+        variables[name] = stacked.isel(dropped).transpose(*variable.dims)
+    result: Obj = rebuild(obj, flat._replace(variables=variables))
+    return result
 
 
 # --- numbers of modules --------------------------------------------------------------------------
@@ -230,7 +264,7 @@ def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[
                 variables[name] = variable
             continue
         attrs = stack_attrs([*stack.arrange([flat.variables[n].attrs for n in stack.members])])
-        variables[stack.name] = _stack_variable(stack, flat, attrs.shared)
+        variables[stack.name] = _stack_variable(stack, flat.variables, attrs.shared)
         path, leaf = places[stack.name]
         marks.add(stack.name, variables[stack.name])
         add_coords(coords.setdefault(path, {}), leaf, stack, attrs, flat.variables, marks=marks)
@@ -252,8 +286,10 @@ def _places(
     return tree_paths(paths)
 
 
-def _stack_variable(stack: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Variable:
-    variables = [flat.variables[name] for name in stack.members]
+def _stack_variable(
+    stack: Stack, by_name: Mapping[Any, xr.Variable], shared: dict[str, Any]
+) -> xr.Variable:
+    variables = [by_name[name] for name in stack.members]
     first = variables[0]
     arrays: list[Any] = []
     members = []
@@ -262,14 +298,14 @@ def _stack_variable(stack: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Vari
         # Do not read what another engine left lazy.
         is_adapter = isinstance(data, ExplicitlyIndexed)
         arrays.append(variable.chunk().data if is_adapter else variable.data)
-        stored = data if is_stored(data) else None
-        members.append(StackMember(dict(variable.attrs), dict(variable.encoding), stored))
+        before: Any = data if is_dask_array(data) else None
+        members.append(StackMember(dict(variable.attrs), dict(variable.encoding), before))
     data = _stack_arrays(stack, arrays)
     keys = (*_COMMON, "source")
     encoding = {key: first.encoding[key] for key in keys if key in first.encoding}
     encoding["nbytes"] = sum(v.encoding.get("nbytes", v.nbytes) for v in variables)
     encoding["original_shape"] = data.shape
-    shares = {n: flat.variables[n].encoding.get("shares") for n in stack.members}
+    shares = {n: by_name[n].encoding.get("shares") for n in stack.members}
     if any(shares.values()):
         encoding["shares"] = {name: owner for name, owner in shares.items() if owner}
     if "path" in first.encoding:

@@ -11,7 +11,15 @@ import ml_dtypes  # noqa: F401  so that numpy knows "bfloat16": ds.astype("bfloa
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.graph import Selection, is_stored, lazies_in, noting, read_small, slice_stored
+from xckpt.arrays.graph import (
+    Selection,
+    is_stored,
+    lazies_in,
+    noting,
+    read_small,
+    slice_stored,
+    with_sources,
+)
 from xckpt.arrays.keys import Chunks, normalize
 from xckpt.errors import shown
 from xckpt.formatting import base_name
@@ -135,6 +143,9 @@ class LazyVariable(xr.Variable):
             first, other = _widened(first), _widened(other)
         result = xr.Variable._binary_op(first, other, f, reflexive)  # noqa: SLF001
         result = _lazy(result) if type(result) is xr.Variable else result
+        if is_dask_array(data_of(result)):
+            arrays = [data_of(v) for v in (first, other) if isinstance(v, xr.Variable)]
+            result.data = with_sources(data_of(result), arrays)
         if mapped:
             result.encoding = {_MAPPED: tuple(mapped)}
         return result

@@ -73,6 +73,10 @@ _NO_COMMON = (
     "(xckpt.compare(a, b) shows which belong together, and a.rename({old: new}) gives one another "
     "name)"
 )
+_TREE_AND_DATASET = (
+    "the DataTree has no tensors: a DataTree and a Dataset have no names of tensors in common, and "
+    "arithmetic keeps none (open both with xckpt.open, or both with xr.open_datatree)"
+)
 _NO_NUMBERS = (
     "stacks written as one tensor, as the coordinate with their numbers was dropped or replaced "
     "(ds.assign_coords(layers=ds['layers'].copy(data=numbers)) renumbers layers)"
@@ -133,7 +137,7 @@ class Computed(NamedTuple):
 
 
 def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
-    """Note tensors that arithmetic left out, scaled factors, and a Dataset without any tensor."""
+    """Note tensors that arithmetic left out, scaled factors, and an object without any tensor."""
     if not isinstance(obj, xr.Dataset | xr.DataTree):  # the user named each tensor
         return
     tensors = OpenTensors(obj)
@@ -143,11 +147,11 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
         changes.add_all(change, bases)
     was_opened = "format" in obj.encoding
     has_tensors = bool(tensors.variables or tensors.coord_tensors(()))
-    if isinstance(obj, xr.Dataset) and not (was_opened or has_tensors):
+    if not (was_opened or has_tensors):
         if is_model or model_facts(obj.attrs).sizes:  # not attributes alone
-            raise ValueError(_NO_COMMON)
+            raise ValueError(_NO_COMMON if isinstance(obj, xr.Dataset) else _TREE_AND_DATASET)
         change = "it has no tensors; arithmetic keeps only those that both sides have"
-        changes.add(change, "Dataset")
+        changes.add(change, type(obj).__name__)
 
 
 def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
