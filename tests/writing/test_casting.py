@@ -211,6 +211,9 @@ def test_element_types_of_dtypes() -> None:
     assert element_type(np.dtype([("a", "f4")])) is None
 
 
+SLICE = (slice(None), slice(0, 1))
+
+
 class TestTypesOfResults:
     """Arithmetic keeps types where people expect it, and says what it does not keep."""
 
@@ -345,6 +348,44 @@ class TestTypesOfResults:
         for ds in (whole, element, array):
             assert ds[self.IDS].dtype == expected.dtype
             assert ds[self.IDS].values.tolist() == expected.values.tolist()
+
+    ASSIGNED: ClassVar[dict[str, Callable[[xr.DataArray], None]]] = {
+        "in place": lambda ids: operator.setitem(ids, SLICE, operator.iadd(ids[SLICE], 200)),
+        "product": lambda ids: operator.setitem(ids, SLICE, ids[SLICE] * 3),
+        "number": lambda ids: operator.setitem(ids, SLICE, 300),
+        "array": lambda ids: operator.setitem(ids, SLICE, np.array([[300]])),
+        "by name": lambda ids: operator.setitem(ids, {ids.dims[1]: 0}, ids[0, 0] + 200),
+    }
+
+    @pytest.mark.parametrize("from_file", [True, False], ids=["file", "mapping"])
+    @pytest.mark.parametrize("assign", ASSIGNED.values(), ids=ASSIGNED)
+    def test_assigned_integers_do_not_wrap_around(
+        self, assign: Callable[[xr.DataArray], None], from_file: bool
+    ) -> None:
+        values = {self.IDS: np.array([[100, 2]], "i1")}
+        save(values, "x.safetensors")
+        ds = xckpt.open("x.safetensors") if from_file else xckpt.open(values)
+        assign(ds[self.IDS])
+        assert ds[self.IDS].values.tolist() == [[300, 2]]
+        with pytest.raises(UnsupportedError, match="is 300, which int8 cannot hold"):
+            ds.ckpt.save("out.safetensors")
+        ds[self.IDS][0, :1] = ds[self.IDS][0, :1] - 299
+        ds.ckpt.save("out.safetensors")
+        saved = xckpt.open("out.safetensors")[self.IDS]
+        assert saved.dtype == np.int8
+        assert saved.values.tolist() == [[1, 2]]
+
+    def test_assigned_integers_that_fit_keep_the_type_and_the_memory(self) -> None:
+        array = np.array([[100, 2]], "i1")
+        ds = xckpt.open({self.IDS: array})
+        ds[self.IDS][0, 0] = 3
+        assert ds[self.IDS].dtype == np.int8
+        assert array.tolist() == [[3, 2]]
+        save({self.IDS: array}, "x.safetensors")
+        ds = xckpt.open("x.safetensors")
+        ds[self.IDS][0, 0] = 4
+        assert ds[self.IDS].dtype == np.int8
+        assert ds[self.IDS].values.tolist() == [[4, 2]]
 
     def test_arithmetic_of_mappings_has_the_types_of_that_of_files(self) -> None:
         weight = np.array([[1, 3e4], [1 / 3, 2]], "f4")

@@ -159,6 +159,12 @@ class LazyVariable(xr.Variable):
         self.data, self.encoding = data_of(result), result.encoding
         return self
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Assign as xarray does, but keep integers that the type cannot hold for an error."""
+        if not _fits(value, self.dtype):
+            self.data = data_of(_widened(self))
+        super().__setitem__(key, value)
+
     def _unary_op(self, f: Any, *args: Any, **kwargs: Any) -> Any:
         variable = _widened(self) if f is operator.neg else self
         return xr.Variable._unary_op(variable, f, *args, **kwargs)  # noqa: SLF001
@@ -234,6 +240,16 @@ def _widened(variable: Any) -> Any:
     name = f"{WIDENED}{array.name}"
     wide = array.map_blocks(_as_wide, dtype=np.int64, name=name)
     return variable._replace(data=wide)
+
+
+def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
+    """Return whether a type is known to hold all integers of a value; True for other values."""
+    array: Any = data_of(value) if isinstance(value, xr.Variable) else value
+    if not is_dask_array(array):
+        array = np.asarray(array)
+    if array.dtype.kind not in "iu" or np.can_cast(array.dtype, dtype):
+        return True
+    return isinstance(array, np.ndarray) and bool((array.astype(dtype) == array).all())
 
 
 def _single(variable: Any) -> Any:
