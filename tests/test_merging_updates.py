@@ -131,6 +131,31 @@ class TestAdapters:
         merged = base.ckpt.merge(lora(Q, 24, 16), scale=2)[Q].values
         np.testing.assert_allclose(merged, weights[Q] + 2 * product(Q, 24, 16), rtol=1e-5)
 
+    @pytest.mark.parametrize(
+        "scale", ["0.5", [0.5], 1j, xr.DataArray([0.5, 1], dims="layers")], ids=type
+    )
+    def test_the_scale_is_a_number(self, scale: Any, base: xr.Dataset, tmp_path: Path) -> None:
+        folder = adapter(tmp_path / "lora", lora(Q, 24, 16))
+        for change in (folder, {Q: numbers(24, 16)}):
+            with pytest.raises(TypeError, match=r"scale is a number, not .*each layer"):
+                base.ckpt.merge(change, scale=scale)
+        for number in (2, np.float32(2), np.int64(2), np.array(2.0), xr.DataArray(2.0)):
+            merged = base.ckpt.merge(folder, scale=number)
+            np.testing.assert_array_equal(merged[Q], base.ckpt.merge(folder, scale=2.0)[Q])
+            assert merged[Q].dtype == np.float32
+
+    def test_layers_have_weights_of_their_own(self, tmp_path: Path) -> None:
+        names = [Q, Q.replace(".0.", ".1.")]
+        weights = {name: numbers(24, 16) for name in names}
+        xckpt.save(weights, tmp_path / "base.safetensors")
+        tensors = lora(names[0], 24, 16) | lora(names[1], 24, 16)
+        updates = xckpt.open(adapter(tmp_path / "lora", tensors)).ckpt.updates().ckpt.stack()
+        factors = xr.DataArray(np.array([0.5, 2], "f4"), dims="layers")
+        merged = xckpt.open(tmp_path / "base.safetensors").ckpt.merge(updates * factors)
+        for name, factor in zip(names, (0.5, 2), strict=True):
+            expected = weights[name] + factor * 1.5 * product(Q, 24, 16)
+            np.testing.assert_allclose(merged[name], expected, rtol=1e-5)
+
     def test_dora_sets_the_norms(
         self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
     ) -> None:
@@ -142,6 +167,10 @@ class TestAdapters:
         total = weights[Q] + 1.5 * product(Q, 24, 16)
         expected = total * (magnitude / np.linalg.norm(total, axis=1))[:, None]
         assert_changed(saved(merged, tmp_path), weights, {Q: expected})
+        text = rf"norms that DoRA sets have no scale, and are merged as a whole: '{Q}'"
+        with pytest.warns(CheckpointWarning, match=text):
+            half = base.ckpt.merge(folder, scale=0.5)[Q].values
+        np.testing.assert_allclose(np.linalg.norm(half, axis=1), magnitude, rtol=1e-5)
         with pytest.raises(ValueError, match="pass the adapter itself"):
             base.ckpt.merge(xckpt.open(folder).ckpt.updates())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
 
+import numpy as np
 import xarray as xr
 
 from xckpt.datasets.stacking import select_modules, stack_modules, unstack_modules
@@ -43,10 +44,12 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
     Returns
     -------
     xarray.Dataset or xarray.DataTree
-        Same kind as the object, with one variable for each tensor.
+        Same kind as the object, stacked as it is.
 
     Raises
     ------
+    TypeError
+        If `scale` is no number.
     ValueError
         If the model has none of the changed tensors, or one of another shape; if the scale is
         unknown; if `other` is another model, whose tensors would be added.
@@ -72,6 +75,12 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
 
     if isinstance(other, list | tuple):
         raise TypeError("several are merged one after the other: base.ckpt.merge(a).ckpt.merge(b)")
+    if scale is not None and (not hasattr(scale, "__float__") or np.ndim(scale)):
+        raise TypeError(
+            f"scale is a number, not {type(scale).__name__}; weights of each layer multiply "
+            "stacked updates: base.ckpt.merge(adapter.ckpt.updates().ckpt.stack() * weights)"
+        )
+    scale = None if scale is None else float(scale)
     [tensors] = contents_of_all([adapter_in(other)])
     config = read_config(tensors.source, tensors.attrs, "adapter_config")
     return merged(obj, tensors, find_adapters(tensors, config), scale)

@@ -50,6 +50,13 @@ _AVERAGED = (
     "(base.ckpt.merge(x, scale=.5).ckpt.merge(y, scale=.5) adds the mean of the updates, and "
     "xckpt.extract_adapter makes an adapter of the result)"
 )
+#: What no scale multiplies, with the kinds of adapters.
+_UNSCALED = {
+    "tensors of the adapter that replace tensors of the model, as modules_to_save do,": (
+        "saved", "rows", "ia3",
+    ),
+    "norms that DoRA sets": ("dora",),
+}  # fmt: skip
 # Problems in a message.
 _MOST_PROBLEMS = 3
 _MOST_TRIED = 8
@@ -79,12 +86,12 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
     if missing:
         warn(f"the model lacks tensors that are to be changed: {some(missing)}")
-    unscaled = [name for name, of_tensor in matches.items() if any(map(_is_unscaled, of_tensor))]
-    if unscaled and scale not in {None, 1.0}:
-        warn(
-            "tensors of the adapter that replace tensors of the model, as modules_to_save do, "
-            f"have no scale, and are merged as a whole: {some(unscaled)}"
-        )
+    for text, kinds in _UNSCALED.items() if scale not in {None, 1.0} else ():
+        unscaled = [
+            name for name, of_one in matches.items() if any(a.kind in kinds for a in of_one)
+        ]
+        if unscaled:
+            warn(f"{text} have no scale, and are merged as a whole: {some(unscaled)}")
     merged = {
         name: _merged(name, flat.variables[name], of_tensor, changes, scale)
         for name, of_tensor in matches.items()
@@ -272,10 +279,6 @@ def _differ(array: Any) -> bool:
         return False
     first, *factors = [lazy[...] for lazy in lazies_in(array).values()]
     return not all(np.array_equal(first, factor) for factor in factors)
-
-
-def _is_unscaled(adapter: Adapter) -> bool:
-    return adapter.kind in {"saved", "rows", "ia3"}
 
 
 def _first(array: Any) -> Any:
