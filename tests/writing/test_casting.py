@@ -475,6 +475,38 @@ class TestTypesOfResults:
         assert self.types(mixed, dtype="float32", cast="allow")[0] == "float32"
         assert self.types((a + c).astype("float64"))[0] == "float64"
 
+    @pytest.mark.parametrize("dtype", ["?", "u1", "i1", "i2"])
+    @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+    def test_masks_keep_the_type_of_floats(self, dtype: str, stored: str) -> None:
+        weight = np.array([[0.5, -1, 2]])
+        mask = np.array([[1, 0, 1]]).astype(dtype)
+        save({"fc.weight": weight.astype(stored)}, "w.safetensors")
+        save({"fc.weight": mask}, "mask.safetensors")
+        w, m = xckpt.open("w.safetensors"), xckpt.open("mask.safetensors")
+        values = xckpt.open({"fc.weight": weight.astype(stored)})
+        in_place = xckpt.open("w.safetensors")
+        in_place *= m
+        for ds in (
+            w * m,
+            m * w,
+            w * (abs(w) != 1),
+            values * m,
+            w * xckpt.open({"fc.weight": mask}),
+            in_place,
+        ):
+            assert ds["fc.weight"].dtype == np.float32
+            ds.ckpt.save("out.safetensors", overwrite=True)
+            saved = xckpt.open("out.safetensors")["fc.weight"]
+            assert saved.encoding["stored_dtype"] == np.float32
+            assert saved.values.tolist() == [[0.5, 0, 2]]
+        third = xckpt.open({"fc.weight": np.full((1, 3), 1 / 3, "f4")})
+        chain = (w * third) * m * third + w
+        chain.ckpt.save("out.safetensors", overwrite=True)
+        check = xckpt.compare(chain, "out.safetensors").ckpt.table()
+        assert check["status"].tolist() == ["same"]
+        for ds in (m + m, m * (m + m)):
+            assert ds["fc.weight"].dtype == np.int64
+
     def test_merged_sums_are_rounded_once(self) -> None:
         a, _, c = self.opened()
         merged = a.ckpt.merge((c - a).ckpt.find("fc.*") / 3)

@@ -139,7 +139,7 @@ class LazyVariable(xr.Variable):
             first, other = _matched(self, other)
         mapped = dict.fromkeys((*mapped_arrays(first), *mapped_arrays(other)))
         first, other = _single(first), _single(other)
-        if f in _OVERFLOWING:
+        if f in _OVERFLOWING and not _is_float(first) and not _is_float(other):
             first, other = _widened(first), _widened(other)
         result = xr.Variable._binary_op(first, other, f, reflexive)  # noqa: SLF001
         result = _lazy(result) if type(result) is xr.Variable else result
@@ -240,6 +240,11 @@ def _widened(variable: Any) -> Any:
     name = f"{WIDENED}{array.name}"
     wide = array.map_blocks(_as_wide, dtype=np.int64, name=name)
     return variable._replace(data=wide)
+
+
+def _is_float(operand: Any) -> bool:
+    """Return whether an operand is an array of floats, which do not wrap around."""
+    return isinstance(operand, xr.Variable) and operand.dtype.kind == "f"
 
 
 def _fits(value: Any, dtype: np.dtype[Any]) -> bool:

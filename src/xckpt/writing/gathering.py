@@ -507,7 +507,7 @@ def _in_source_type(computed: Computed) -> Computed:
     types = _source_types(computed)
     is_lazy = hasattr(array, "dask")
     stored = ELEMENT_TYPES[computed.dtype]
-    if is_lazy and any(map(_is_whole, types)) and lazy_of(array) is None:
+    if is_lazy and types and all(map(_is_whole, types)) and lazy_of(array) is None:
         computed = computed._replace(array=with_blocks(array, _without_overflow))
     integers = [stored.name] if _is_whole(stored.name) else list(types)
     if len(integers) == 1 and _is_whole(integers[0]):
