@@ -301,6 +301,15 @@ class TestUpdates:
         with pytest.raises(ValueError, match=r"shape \[24, 16\], and its change the shape \[4\]"):
             base.ckpt.merge({Q: numbers(4)})
 
+    def test_nothing_to_merge_is_named(self, base: xr.Dataset, tmp_path: Path) -> None:
+        folder = adapter(tmp_path / "lora", lora(Q, 24, 16))
+        with pytest.warns(CheckpointWarning, match="matches none"):
+            nothing = [xckpt.open(folder, tensors="typo"), (base * 2).ckpt.find("typo")]
+        for change in (*nothing, {}):
+            for scale in (None, 1):
+                with pytest.raises(ValueError, match=r"nothing to merge: .* has no tensors"):
+                    base.ckpt.merge(change, scale=scale)
+
     @pytest.mark.parametrize("name", [K, FC], ids=["square", "oblong"])
     @pytest.mark.parametrize("options", [{}, {"stack": True}], ids=["plain", "stacked"])
     def test_axes_are_matched_by_their_names(

@@ -507,6 +507,18 @@ class TestTypesOfResults:
         for ds in (m + m, m * (m + m)):
             assert ds["fc.weight"].dtype == np.int64
 
+    def test_tensors_of_torch_are_no_operands(self) -> None:
+        torch = pytest.importorskip("torch")
+        save({"fc.weight": np.ones((2, 2), "f4")}, "w.safetensors")
+        ds, factor = xckpt.open("w.safetensors"), torch.tensor(0.5)
+        state = {"fc.weight": torch.ones(2, 2)}
+        for compute in (lambda: ds * factor, lambda: factor * ds, lambda: ds + state):
+            with pytest.raises(TypeError, match=r"xckpt\.open\(state_dict\).*float\(tensor\)"):
+                compute()
+        assert (ds * float(factor) + xckpt.open(state))["fc.weight"].values.tolist() == [
+            [1.5] * 2
+        ] * 2
+
     def test_merged_sums_are_rounded_once(self) -> None:
         a, _, c = self.opened()
         merged = a.ckpt.merge((c - a).ckpt.find("fc.*") / 3)

@@ -67,6 +67,11 @@ Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
 def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: float | None) -> Obj:
     """Return a model with an adapter, or with updates if `adapters` is empty, added to it."""
+    if not changes.rows:
+        raise ValueError(
+            f"nothing to merge: {shown(changes.source) if changes.source else 'the object'} has no "
+            "tensors, as a pattern that matches none, or arithmetic, left them out"
+        )
     model = OpenTensors(obj)
     mapped = [entry for v in model.variables.values() for entry in mapped_arrays(v)]
     sources = {model.source, *model.origins(1), *[entry.opened.source for entry in mapped]}

@@ -135,6 +135,12 @@ class LazyVariable(xr.Variable):
     # in this class, so that this holds for them, too.
     def _binary_op(self, other: Any, f: Any, reflexive: bool = False) -> Any:  # noqa: FBT001, FBT002
         first: xr.Variable = self
+        is_torch = type(other).__module__.partition(".")[0] == "torch"
+        if is_torch and is_dask_array(data_of(self)):
+            raise TypeError(
+                "tensors of torch are opened before they are combined with those of a file, "
+                "a + xckpt.open(state_dict), and a factor is float(tensor)"
+            )
         if isinstance(other, xr.Variable):
             first, other = _matched(self, other)
         mapped = dict.fromkeys((*mapped_arrays(first), *mapped_arrays(other)))
