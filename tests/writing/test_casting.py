@@ -544,6 +544,24 @@ class TestTypesOfResults:
             obj.ckpt.save("o.safetensors", overwrite=True)
             assert xckpt.open("o.safetensors")[names[1]].encoding["stored_dtype"] == "bfloat16"
 
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_a_chain_of_merges_is_not_rounded_before_another_type(self, dtype: str) -> None:
+        a, _, c = self.opened()
+        change = (c - a).ckpt.find("fc.*") * 0.001
+        merged, exact = a, np.float32(1)
+        sequence = np.ones((), ml_dtypes.bfloat16)
+        for _ in range(8):
+            merged = merged.ckpt.merge(change)
+            exact += np.float32(0.5) * np.float32(0.001)
+            sequence = (np.float32(sequence) + np.float32(0.0005)).astype(ml_dtypes.bfloat16)
+        assert self.types(merged, dtype=dtype)[0] == dtype
+        assert float(xckpt.open("out.safetensors")["fc.weight"][0, 0]) == float(exact)
+        assert self.types(merged)[0] == "bfloat16"
+        assert float(xckpt.open("out.safetensors")["fc.weight"][0, 0]) == float(sequence)
+        rounded = merged.assign({"fc.weight": merged["fc.weight"] + 0}).ckpt.merge(change)
+        assert self.types(rounded, dtype=dtype)[0] == dtype  # what was changed is no sum of merges
+        assert float(xckpt.open("out.safetensors")["fc.weight"][0, 0]) == np.float32(1.0005)
+
     WRITERS: ClassVar[dict[str, Any]] = {
         "convert": lambda _, **how: xckpt.convert("large.safetensors", "o.safetensors", **how),
         "save": lambda ds, **how: (ds * 1).ckpt.save("o.safetensors", **how),

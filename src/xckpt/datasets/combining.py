@@ -30,7 +30,7 @@ from xckpt.structure.facts import model_facts
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from xckpt.structure.counterparts import Counterpart
 
@@ -306,7 +306,7 @@ def _merged(
     scale: float | None,
 ) -> xr.Variable:
     """Return a variable of the model with its changes, to be stored as it was."""
-    shape, array = variable.shape, _wide(variable.data)
+    shape, steps = variable.shape, []
     for adapter in adapters:
         if adapter.kind == "update":
             require_positions(variable, changes.variable(adapter.tensors["value"]))
@@ -317,26 +317,38 @@ def _merged(
                 f"{shown(name)} has the shape {list(shape)}, and its change the shape "
                 f"{list(change.shape)}"
             )
-        array = change.apply(array)
+        steps.append(change)
+    before, array = unrounded(variable), _sum(variable.data, steps)
     encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
     rounded = _rounded(array, encoding)
-    encoding["rounded"] = _Rounded(rounded.name, array)
+    total = array if before is None else _sum(before.total, steps)
+    encoding["rounded"] = _Unrounded(rounded.name, array, total)
     return xr.Variable(variable.dims, rounded, variable.attrs, encoding)
 
 
-class _Rounded(NamedTuple):
-    """Values before they are rounded to the type of the model."""
+def _sum(array: Any, changes: Iterable[_Change]) -> Any:
+    """Return an array with several changes, before it is rounded."""
+    array = _wide(array)
+    for change in changes:
+        array = change.apply(array)
+    return array
+
+
+class _Unrounded(NamedTuple):
+    """Values of `merge` before they are rounded to the type of the model."""
 
     name: str  # of the rounded dask array, which shows that it is unchanged
-    array: Any
+    array: Any  # of this merge, which starts from the rounded values of the one before
+    total: Any  # of this merge and all before, none of which is rounded
 
 
-def unrounded(variable: xr.Variable) -> Any:
+def unrounded(variable: xr.Variable) -> _Unrounded | None:
     """Return the values of `merge` before they are rounded; None if the variable was changed."""
-    rounded = variable.encoding.get("rounded")
-    if isinstance(rounded, _Rounded) and getattr(data_of(variable), "name", 0) == rounded.name:
-        return rounded.array
-    return None
+    values = variable.encoding.get("rounded")
+    is_unchanged = isinstance(values, _Unrounded) and values.name == getattr(
+        data_of(variable), "name", 0
+    )
+    return values if is_unchanged else None
 
 
 def _wide(array: Any) -> Any:

@@ -334,7 +334,7 @@ class Fitting:
             dtype = request.get("dtype", part.dtype)
             dtype = choose_type(dtype, can.types_for(part.shape), self.cast, tensor=name)
             if dtype != part.dtype:
-                tensor = replace(tensor, rounds=False)
+                tensor = replace(tensor, rounds=False, data=tensor.wide_data or tensor.data)
                 parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
         elif "dtype" in request:
             reason = f"the element type of a {tensor.layout} tensor cannot be chosen"

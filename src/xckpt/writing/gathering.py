@@ -118,7 +118,7 @@ class Computed(NamedTuple):
             parts = {"data": WantedPart.of(self.dtype, array.shape, compression, digest, offset)}
         order: Any = "C" if self.is_sparse else encoding.get("stored_order", "C")
         # Rounding happens while the values are written, which counts those that are too large.
-        wide = unrounded(self.variable)
+        merged = unrounded(self.variable)
         return Payload(
             self.name,
             self.dtype,
@@ -129,9 +129,10 @@ class Computed(NamedTuple):
             self.variable.attrs,
             self.dims,
             path=self.variable.encoding.get("path"),
-            data=data if wide is None else {"data": wide},
+            data=data if merged is None else {"data": merged.array},
             values=values,
-            rounds=self.rounds or wide is not None,
+            rounds=self.rounds or merged is not None,
+            wide_data=None if merged is None else {"data": merged.total},
             widened=self.widened,
         )
 
