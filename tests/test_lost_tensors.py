@@ -450,6 +450,20 @@ def test_axes_that_broadcasting_added_are_a_warning(tmp_path: Path) -> None:
     assert "c.weight" not in text
 
 
+@pytest.mark.parametrize("names", [[HEAD], Q, ALL], ids=len)
+def test_axes_of_a_mask_with_other_names_are_a_warning(
+    names: list[str], base: xr.Dataset, tmp_path: Path
+) -> None:
+    model, path = base[names], tmp_path / "new.safetensors"
+    mask = xr.Dataset({name: (("x", "y"), np.ones((4, 4), bool)) for name in names})
+    xckpt.save(mask, tmp_path / "mask.safetensors")
+    for opened_mask in (mask, xckpt.open(tmp_path / "mask.safetensors")):
+        (text,) = warnings_of(model.where(opened_mask, 0), path)
+        assert "dimensions with other names broadcast (b.rename({dim: name})" in text
+        assert f"{names[0]} 4x4x4x4, was 4x4" in text
+    assert warnings_of(xr.concat([model, model * 2, model], "model"), path) == []
+
+
 @pytest.mark.parametrize("derive", GAINED.values(), ids=GAINED)
 def test_axes_of_layers_in_unstacked_tensors_are_a_warning(
     derive: Callable[..., xr.Dataset], tmp_path: Path

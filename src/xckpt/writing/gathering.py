@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,7 +65,8 @@ _WIDENED = (
 _TURNED = "axes in another order than in the model, as after vector * matrix; this restores it"
 _BROADCAST = (
     "more axes than in their sources, as dimensions with other names broadcast "
-    "(ds.assign((ds[names] * weights).data_vars) changes some tensors, and keeps the others)"
+    "(b.rename({dim: name}) gives those of b the names of a, and "
+    "ds.assign((ds[names] * weights).data_vars) changes some tensors, and keeps the others)"
 )
 _NO_COMMON = (
     "the Dataset has no tensors: arithmetic keeps only those whose names both sides have, and "
@@ -317,7 +318,7 @@ class _NotedAxes:
     def __init__(self, changes: Changes) -> None:
         self._changes, self._sources = changes, SourceShapes()
         self._broadcast: list[str] = []
-        self._has_others = False
+        self._has_others = self._has_new_axes = False
 
     def add(self, tensor: Computed, axes: tuple[str, ...]) -> None:
         """Note the axes of a tensor, given those that its model has."""
@@ -334,12 +335,14 @@ class _NotedAxes:
             if len({*filter(None, shapes)}) > 1:  # stacked tensors have one shape
                 self._changes.add(_BROADCAST, text)
             self._broadcast.append(text)
+            added = Counter(array.shape) - Counter(shapes[0])
+            self._has_new_axes |= not added.keys() <= {*shapes[0]}
         elif shapes:
             self._has_others = True
 
     def end(self) -> None:
-        """Note tensors with more axes, unless all have them, as in stacked models."""
-        for text in self._broadcast if self._has_others else ():
+        """Note tensors with more axes, unless all have a new one, as the models of `xr.concat`."""
+        for text in self._broadcast if self._has_others or not self._has_new_axes else ():
             self._changes.add(_BROADCAST, text)
 
 
