@@ -8,11 +8,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import xckpt
 from tests.conftest import GOLDEN
 from tests.formats.random_files import FILES
 from tests.writing.attributes import MOVED
@@ -156,3 +158,14 @@ def test_golden_files(path: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         check(path, read_index(path).format, tmp_path)
+
+
+def test_copies_that_the_user_made_are_no_shared_bytes(tmp_path: Path) -> None:
+    weights = {name: np.full((4, 4), n, "f4") for n, name in enumerate(("table", "head", "q"))}
+    xckpt.save(weights, tmp_path / "m.safetensors")
+    ds = xckpt.open(tmp_path / "m.safetensors")
+    tied = ds.assign({"head": ds["table"]})
+    tied["q"] = tied["table"]
+    xckpt.save(tied, tmp_path / "tied.safetensors")
+    again = xckpt.open(tmp_path / "tied.safetensors")
+    assert [again[name].values.max() for name in weights] == [0, 0, 0]

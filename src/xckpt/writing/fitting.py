@@ -14,7 +14,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import translate
 from math import prod
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from xckpt.arrays.converted import Cast, Converted, holds
 from xckpt.arrays.dense import OnePartArray
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from xckpt.errors import Cause
     from xckpt.formats import Can, Format
+    from xckpt.index import Part
 
 __all__ = [
     "OF_FILE",
@@ -209,13 +210,12 @@ class Fitting:
         fitted: dict[str, Payload] = {}
         extra_attrs: dict[str, dict[str, Any]] = {}
         names = {payload.name for payload in gathered.payloads}
-        places: set[Hashable] = set()
+        parts: dict[Hashable, Part] = {}
         for payload, request in self._with_requests(gathered.payloads):
-            place = _place(payload)
-            if place in places:
+            part = _stored_part(payload)
+            # Tensors that share their bytes have a part each, and copies by the user the same one.
+            if part is not None and parts.setdefault(*part) is not part.part:
                 self.changes.add(_SHARED, payload.name)
-            elif place is not None:
-                places.add(place)
             for shaped, stored in self._stored_forms(payload, request, names):
                 name = shaped.name
                 if name in fitted:
@@ -409,15 +409,20 @@ def _choose_option(
     return before if before is None or before in supported else next(iter(supported), None)
 
 
-def _place(payload: Payload) -> Hashable:
-    """Return the file and byte range of a dense tensor; None if it is not a range of a file."""
+class _StoredPart(NamedTuple):
+    place: Hashable  # file and byte range
+    part: Part
+
+
+def _stored_part(payload: Payload) -> _StoredPart | None:
+    """Return the part of a dense tensor; None if it is not a range of a file."""
     array = payload.data.get("data")
     if not isinstance(array, OnePartArray) or not array.part_nbytes:
         return None
     part = array.reader.part
     if part.inline is not None:
         return None
-    return array.reader.source, part.offset, part.nbytes, part.skip
+    return _StoredPart((array.reader.source, part.offset, part.nbytes, part.skip), part)
 
 
 def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
