@@ -324,6 +324,21 @@ class TestSaving:
         assert index.tensors["w"].dtype == (dtype or "float32")
         assert index.attrs["general.file_type"] == code
 
+    def test_moved_layers_keep_their_blocks(self, tmp_path: Path) -> None:
+        shape = (4, 256)
+        kinds = {"blk.0.w": ("q4_k", shape), "blk.1.w": ("q6_k", shape), "blk.2.w": ("q8_0", shape)}
+        ds = xckpt.open(block_file(kinds), stack=True)
+        moved = ds.isel(blk=[2, 0, 0, 1]).assign_coords(blk=range(4))
+        xckpt.save(moved.assign_attrs({"general.architecture": "x"}), tmp_path / "m.gguf")
+        again = xckpt.open(tmp_path / "m.gguf")
+        assert [again[n].encoding["stored_dtype"] for n in again] == [
+            "q8_0",
+            "q4_k",
+            "q4_k",
+            "q6_k",
+        ]
+        assert_same_bits(again["blk.0.w"].values, ds["blk.w"][2].values)
+
     def test_parts_become_blocks_again(self, tmp_path: Path) -> None:
         file = block_file({"w": ("q4_k", (2, 512))})
         ds = xr.open_dataset(file, engine="gguf", decode=False)

@@ -197,6 +197,46 @@ def test_unmodified_tensors_are_copied_as_stored(select: str | None, tmp_path: P
         assert stored[0] == stored[1]
 
 
+MOVED: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
+    "3,0,1": lambda ds: ds.isel(layers=[3, 0, 1]),
+    "3,2,1,0": lambda ds: ds.isel(layers=slice(None, None, -1)),
+    "3,1": lambda ds: ds.isel(layers=[0, 1, 3]).isel(layers=[2, 1]),
+    "1,1,0,2,3": lambda ds: ds.isel(layers=[1, 1, 0, 2, 3]),
+    "2,0": lambda ds: ds.isel(layers=np.array([True, False, True, False]))[{"layers": [1, 0]}],
+    "1,2": lambda ds: ds.isel(layers=slice(1, None)).isel(layers=[0, 1], experts=[0, 2]),
+}
+
+
+@pytest.mark.parametrize("order", MOVED)
+@pytest.mark.parametrize("later", [False, True])
+def test_moved_layers_are_copied_as_stored(order: str, later: bool, tmp_path: Path) -> None:
+    """Even NaN of any bits, which would not survive decoding."""
+    codes = np.arange(256, dtype="u1").reshape(4, 8, 8)
+    values = codes.view(ml_dtypes.float8_e4m3fn)
+    arrays = {
+        f"layers.{i}.experts.{j}.w": (("o", "i"), np.roll(values[i], j))
+        for i in range(4)
+        for j in range(3)
+    }
+    save(xr.Dataset(arrays), tmp_path / "m.zt", version="2")
+    ds = xckpt.open(tmp_path / "m.zt", stack=not later)
+    ds = ds.ckpt.stack() if later else ds
+    layers = [*map(int, order.split(","))]
+    moved = MOVED[order](ds).assign_coords(layers=range(len(layers)))
+    save(moved, tmp_path / "again.zt", version="2")
+    index = read_index(tmp_path / "again.zt")
+    data = (tmp_path / "again.zt").read_bytes()
+    experts = moved["experts"].values.tolist()
+    assert len(index.tensors) == len(experts) * len(layers)
+    for number, layer in enumerate(layers):
+        for expert in experts:
+            tensor = index.tensors[f"layers.{number}.experts.{expert}.w"]
+            part = tensor.parts["data"]
+            assert part.dtype == "float8_e4m3fn"
+            stored = data[part.offset :][: part.nbytes]
+            assert stored == np.roll(codes[layer], expert).tobytes()
+
+
 def test_renamed_dimensions_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     path = model("safetensors", tmp_path)
     stacked = xr.open_dataset(path, engine="safetensors", stack=True)

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from itertools import accumulate, chain, islice, pairwise, product, starmap
 from math import prod
 from operator import getitem
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import dask
 import numpy as np
@@ -179,6 +179,34 @@ def selections_in(array: Any) -> dict[str, list[Selection]]:
     layers = array.dask.layers if is_dask_array(array) and lazy_of(array) is None else {}
     notes = {name: getattr(layer, "annotations", None) or {} for name, layer in layers.items()}
     return {name: note[_SELECTIONS] for name, note in notes.items() if _SELECTIONS in note}
+
+
+class Selected(NamedTuple):
+    """A stored array, and the positions along its dimensions that another array has of it."""
+
+    array: da.Array
+    positions: dict[str, Any]
+
+
+def selected_in(array: Any) -> Selected | None:
+    """Return what an array selects by positions from a stored array; None for other arrays."""
+    selections, name = selections_in(array), getattr(array, "name", "")
+    positions: dict[str, Any] = {}
+    noted: list[Selection] = []
+    while name in selections:
+        if selections[name] != noted:  # one selection may make several layers
+            noted = selections[name]
+            for chosen in noted:
+                after = positions.get(chosen.dim, slice(None))
+                positions[chosen.dim] = np.asarray(chosen.positions)[after]
+        name, *others = array.dask.dependencies[name]
+        if others:
+            return None
+    layer = array.dask.layers[name] if positions else None
+    if not isinstance(layer, TensorLayer):
+        return None
+    meta = layer.lazy.empty((0,) * layer.lazy.ndim)
+    return Selected(tensor_array(layer.lazy, name, layer.chunks, meta), positions)
 
 
 def _alignments(array: Any) -> Iterator[tuple[Selection, AbstractSet[str]]]:

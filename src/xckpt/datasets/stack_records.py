@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from xckpt.arrays.graph import selected_in
 from xckpt.datasets.variables import LazyVariable, preferred_chunks
 from xckpt.errors import shown
 from xckpt.labels.grids import Stack, member_names
@@ -280,8 +281,12 @@ class StackMembers:
         #: The indices of members along each stacked dimension.
         self.along = tuple([tuple([n for n in along if n in used]) for along, used in pairs])
         self.record = record
-        self._variable = variable
-        self._positions = [{index: n for n, index in enumerate(along)} for along in indices]
+        # Members are lazy if they are selected from the stored stack.
+        self._variable, selected = _stored_stack(variable, record)
+        self._positions = [
+            dict(zip(along, selected.get(dim, range(len(along))), strict=True))
+            for dim, along in zip(record.dims, indices, strict=True)
+        ]
         self._old_positions = [{index: n for n, index in enumerate(a)} for a in record.indices]
         data = data_of(variable)
         is_made = is_dask_array(data) and data.name == record.array
@@ -344,6 +349,21 @@ class StackMembers:
         if is_dask_array(data):
             encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
         return LazyVariable.of(dims, data, before_attrs | attrs or None, encoding)
+
+
+def _stored_stack(
+    variable: xr.Variable, record: StackRecord
+) -> tuple[xr.Variable, Mapping[str, Sequence[int]]]:
+    """Return the stored stack of a selection of layers, and their positions; else the variable."""
+    selected = selected_in(data_of(variable))
+    if selected is None or selected.array.ndim != variable.ndim:
+        return variable, {}
+    array, positions = selected
+    sizes = zip(variable.dims, variable.shape, array.shape, strict=True)
+    resized = {dim for dim, size, before in sizes if size != before}
+    if not resized <= positions.keys() <= {*record.dims}:
+        return variable, {}
+    return variable._replace(data=array), {dim: at.tolist() for dim, at in positions.items()}
 
 
 def _are_distinct_integers(values: Any) -> bool:
