@@ -312,6 +312,30 @@ class TestResults:
         assert config("out") == LLAMA | sizes
         assert "tokenizer.json" in names("out")
 
+    @pytest.mark.parametrize("of_encoder", ["num_layers", "encoder_layers"])
+    @pytest.mark.parametrize("counts", [(2, 3), (3, 3)])
+    def test_encoder_and_decoder_have_their_own_numbers_of_layers(
+        self, of_encoder: str, counts: tuple[int, int]
+    ) -> None:
+        of_model = {"num_layers": counts[0], "num_decoder_layers": counts[1]}
+        stated = of_model | {of_encoder: counts[0]}
+        tensors = {
+            f"{side}.block.{n}.layer.0.SelfAttention.{p}.weight": np.ones((8, 8), "f4")
+            for side, count in zip(("encoder", "decoder"), counts, strict=True)
+            for n in range(count)
+            for p in "qkvo"
+        }
+        Path("t5").mkdir()
+        xckpt.save(tensors, "t5/model.safetensors")
+        Path("t5/config.json").write_text(json.dumps({"model_type": "t5", "d_model": 8, **stated}))
+        ds = xckpt.open("t5")
+        for side, key in (("encoder", of_encoder), ("decoder", "num_decoder_layers")):
+            last = stated[key] - 1
+            shorter = ds.drop_vars([n for n in ds if str(n).startswith(f"{side}.block.{last}.")])
+            with pytest.warns(CheckpointWarning, match=rf"'{key}: {last} \(was {last + 1}\)'"):
+                shorter.ckpt.save(f"{side}/")
+            assert config(side) == config("t5") | {key: last}
+
     def test_kinds_of_layers_are_as_many_as_layers(self) -> None:
         for kinds in (["full"] * 3, ["full", "sliding", "full"]):
             Path("a/config.json").write_text(json.dumps(LLAMA | {"layer_types": kinds}))
@@ -742,6 +766,22 @@ class TestQuantizedModels:
             assert set(saved) == set(edited)
             for name in saved:
                 np.testing.assert_array_equal(saved[name], edited[name])
+
+    def test_moved_layers_keep_their_codes(self, quantized: tuple[xr.Dataset, str]) -> None:
+        ds = quantized[0].ckpt.stack()
+        ds.isel(layers=[2, 1, 0]).assign_coords(layers=range(3)).ckpt.save("moved/")
+        same = xckpt.open("moved", stack=True).isel(layers=[2, 1, 0])
+        same.assign_coords(layers=range(3)).ckpt.save("again/")
+        assert config("moved")["quantization_config"] == config("q")["quantization_config"]
+        before, after = (
+            xckpt.read_index(f"{folder}/model.safetensors") for folder in ("q", "again")
+        )
+        assert {n: t.dtype for n, t in before.tensors.items()} == {
+            n: t.dtype for n, t in after.tensors.items()
+        }
+        assert not xckpt.compare("q", "again").ckpt.table()["status"].ne("same").any()
+        moved = xckpt.open("moved")[f"{UP}.weight"]
+        np.testing.assert_array_equal(moved, ds["model.layers.mlp.up_proj.weight"][2])
 
     def test_weights_that_became_dense_are_excluded(
         self, quantized: tuple[xr.Dataset, str]

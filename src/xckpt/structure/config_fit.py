@@ -6,6 +6,7 @@ modules, and other sizes are extents of axes. A new size is certain if all of th
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -184,17 +185,42 @@ def _layers(names: Iterable[str]) -> dict[str, dict[str, int]]:
 def _fit_layers(
     fit: ConfigFit, size: StatedSize | None, structure: Structure, new: Collection[str]
 ) -> set[str]:
-    """Correct the number of layers; return the names of the tensors of layers that are gone."""
+    """Correct the numbers of layers; return the names of the tensors of layers that are gone."""
     if size is None:
         return set()
     of_layers = [name for name in structure if ("layer" in dict(structure[name].indices[:1]))]
-    # Stacks of layers whose number the config states.
-    stacks = {
-        stem: numbers
-        for stem, numbers in _layers(of_layers).items()
-        if _are_all(set(numbers.values()), size.value)
-    }
     after = _layers(new)
+    gone: set[str] = set()
+    sizes: dict[str, StatedSize] = {}
+    stacks: dict[str, dict[str, dict[str, int]]] = defaultdict(dict)
+    for stem, numbers in _layers(of_layers).items():
+        stated = _size_of_stack(stem, size)
+        # Stacks of layers whose number the config states.
+        if _are_all(set(numbers.values()), stated.value):
+            sizes[stated.key] = stated
+            stacks[stated.key][stem] = numbers
+    for key, stated in sizes.items():
+        gone |= _fit_stacks(fit, stated, stacks[key], after)
+    return gone
+
+
+def _size_of_stack(stem: str, size: StatedSize) -> StatedSize:
+    """Return the stated number of layers of a stack: of the encoder or decoder, or of the model."""
+    words = {*re.split(r"[._]", stem)}
+    for key, value in size.section.items():
+        *part, unit = key.split("_")
+        if unit == "layers" and type(value) is int and not words.isdisjoint(part):
+            return size._replace(key=key, value=value)
+    return size
+
+
+def _fit_stacks(
+    fit: ConfigFit,
+    size: StatedSize,
+    stacks: Mapping[str, Mapping[str, int]],
+    after: Mapping[str, Mapping[str, int]],
+) -> set[str]:
+    """Correct the number of layers of stacks; return the tensors of layers that are gone."""
     present = [set(after[stem].values()) for stem in stacks if stem in after]
     if not present or all(_are_all(numbers, size.value) for numbers in present):
         return set()
