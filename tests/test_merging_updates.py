@@ -292,6 +292,39 @@ class TestUpdates:
         doubled = base.ckpt.merge(base, scale=1)
         np.testing.assert_array_equal(doubled[Q], 2 * base[Q])
 
+    @pytest.mark.parametrize("kind", ["mean", "scaled", "selected", "stacked"])
+    def test_a_mean_is_not_added_by_mistake(
+        self, kind: str, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        xckpt.save({name: 2 * array for name, array in weights.items()}, tmp_path / "b.safetensors")
+        other = xckpt.open(tmp_path / "b.safetensors")
+        mean = {
+            "mean": lambda: (base + other) / 2,
+            "scaled": lambda: 0.5 * base + 0.1 * other,
+            "selected": lambda: (base + other).ckpt.find("*weight"),
+            "stacked": lambda: (base.ckpt.stack() + other.ckpt.stack()) / 2,
+        }[kind]()
+        with pytest.raises(ValueError, match="no tensors of an adapter"):
+            base.ckpt.merge(mean)
+        assert set(base.ckpt.merge(mean, scale=1)) == set(base)
+
+    @pytest.mark.parametrize("kind", ["masked", "ties", "sum", "of one"])
+    def test_changes_need_no_scale(
+        self, kind: str, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        xckpt.save({name: 2 * array for name, array in weights.items()}, tmp_path / "b.safetensors")
+        other = xckpt.open(tmp_path / "b.safetensors")
+        change = other - base
+        merged = base.ckpt.merge(
+            {
+                "masked": lambda: change.where(abs(change) > 0.1, 0) / 0.9,
+                "ties": lambda: xr.concat([change, change / 2], "model").mean("model").fillna(0),
+                "sum": lambda: (other - base) + (base - other) / 2,
+                "of one": lambda: base.map(lambda tensor: 0.01 * tensor),
+            }[kind]()
+        )
+        assert set(merged) == set(base)
+
     def test_unknown_names_and_shapes_are_named(self, base: xr.Dataset) -> None:
         with pytest.raises(ValueError, match="has none of the changed tensors: 'transformer'"):
             base.ckpt.merge({"transformer": numbers(4, 4)})

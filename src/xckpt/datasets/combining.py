@@ -7,6 +7,7 @@ that are written in the type of the model.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.graph import checkpoints_in, is_computed, lazies_in, with_blocks
+from xckpt.arrays.graph import checkpoints_in, is_computed, lazies_in, with_blocks, with_values
+from xckpt.arrays.keys import normalize, result_shape
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
 from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
@@ -147,15 +149,39 @@ def _problem(counterpart: Counterpart) -> str:
 
 def _updates(changes: OpenTensors, scale: float | None) -> list[Adapter]:
     """Return the tensors of an object as updates of tensors of the same names."""
-    if scale is None and changes.format is not None:
+    if scale is None and (changes.format is not None or _is_model(changes)):
+        name = shown(changes.source) if changes.format is not None else "a sum of models"
         raise ValueError(
-            f"{shown(changes.source)} has no tensors of an adapter. To add its tensors to those of "
-            "the model, pass scale=1; (a + b) / 2 is the mean of two models"
+            f"{name} has no tensors of an adapter. To add its tensors to those of the model, pass "
+            "scale=1; (a + b) / 2 is the mean of two models, and b - a is a change"
         )
     return [
         Adapter(row.name, "update", {"value": row.name}, tuple(row.shape), scale=1.0)
         for row in changes.rows
     ]
+
+
+def _is_model(changes: OpenTensors) -> bool:
+    """Return whether tensors are sums of models with factors that do not cancel, as in means."""
+    names = {row.name for row in changes.rows}
+    arrays = [data_of(variable) for variable in changes.variables.values()]
+    sums = [array for array in arrays if len({*checkpoints_in(array)}) > 1]
+    sums = sorted(sums, key=lambda array: array.size)[:_MOST_TRIED]
+    origins = [
+        o for array in sums for lazy in lazies_in(array).values() for o in lazy.tensor_origins
+    ]
+    if not sums or not names.issuperset(origin.tensor.name for origin in origins):
+        return False
+    # Changes of ones are zero. Some functions do not take ones, or make NaN of them.
+    with suppress(ArithmeticError, ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        (numbers,) = dask.compute([_first(with_values(array, _ones)) for array in sums])
+        return all(abs(number) > _ROUNDING for number in numbers)
+    return False
+
+
+def _ones(_: str, lazy: Any, index: Any) -> Any:
+    return np.ones(result_shape(lazy.shape, normalize(index, lazy.shape)), lazy.dtype)
 
 
 def _require_supported(
