@@ -278,3 +278,112 @@ def test_repeated_layers_have_the_type_of_the_others(tmp_path: Path) -> None:
     again = xckpt.open(tmp_path / "deeper.safetensors", stack=True)
     assert again["layers"].values.tolist() == [0, 1, 2, 3]
     assert again["model.layers.mlp.up_proj.weight"][:, 0, 0].values.tolist() == [0, 1, 1, 2]
+
+
+QUERY, KEY, HEAD = "bert.layer.{}.query.bias", "bert.layer.{}.key.bias", "bert.head.weight"
+
+
+def numbers_of(path: Path) -> dict[str, list[float]]:
+    return {name: v.values.ravel().tolist() for name, v in xckpt.open(path).data_vars.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*tensors that shared their bytes")
+class TestRenaming:
+    """The name of a variable decides over the names that its tensors had when it was opened."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        tensors: dict[str, Any] = {HEAD: np.full((2, 4), 7, "f4")}
+        for n in range(3):
+            tensors[QUERY.format(n)] = np.full(4, n, "f4")
+            tensors[KEY.format(n)] = np.full(4, 10 + n, "f4")
+        (tmp_path / "run").mkdir()
+        for step in range(1, 4):
+            values = {name: value + 100 * step for name, value in tensors.items()}
+            xckpt.save(values, tmp_path / "run" / f"step_{step}.safetensors")
+        xckpt.save(tensors, tmp_path / "m.safetensors")
+        return tmp_path
+
+    @staticmethod
+    def saved(ds: xr.Dataset, path: Path) -> dict[str, list[float]]:
+        ds.ckpt.save(path / "again.safetensors", overwrite=True)
+        again = numbers_of(path / "again.safetensors")
+        assert again == {n: v.values.ravel().tolist() for n, v in ds.ckpt.unstack().items()}
+        return again
+
+    @pytest.mark.parametrize("change", [lambda ds: ds, lambda ds: ds * 1, lambda ds: ds.load()])
+    @pytest.mark.parametrize("kind", ["plain", "stack", "step", "stack of a step"])
+    def test_new_names_are_those_in_the_file(self, path: Path, kind: str, change: Any) -> None:
+        stack = "stack" in kind
+        if "step" in kind:
+            ds = xckpt.open_steps(path / "run", stack=stack).sel(step=2)
+            expected = numbers_of(path / "run" / "step_2.safetensors")
+        else:
+            ds = xckpt.open(path / "m.safetensors", stack=stack)
+            expected = numbers_of(path / "m.safetensors")
+        ds = change(ds)
+        renamed = ds.rename({name: str(name).removeprefix("bert.") for name in ds})
+        again = self.saved(renamed, path)
+        assert again == {n.removeprefix("bert."): values for n, values in expected.items()}
+
+    @pytest.mark.parametrize("kind", ["stack", "step"])
+    def test_tensors_change_places(self, path: Path, kind: str) -> None:
+        ds = xckpt.open(path / "m.safetensors", stack=True)
+        query, key = "bert.layer.query.bias", "bert.layer.key.bias"
+        if kind == "step":
+            ds = xckpt.open_steps(path / "run").sel(step=2)
+            query, key = QUERY.format(1), KEY.format(1)
+        before = self.saved(ds, path)
+        after = self.saved(ds.rename({query: key, key: query}), path)
+        assert after[KEY.format(1)] == before[QUERY.format(1)]
+        assert after[QUERY.format(1)] == before[KEY.format(1)]
+        copied = self.saved(ds.assign({key: ds[query]}), path)
+        assert copied == before | {KEY.format(n): before[QUERY.format(n)] for n in range(3)} or (
+            copied == before | {key: before[query]}
+        )
+
+    def test_a_tensor_of_a_step_takes_the_place_of_another(self, path: Path) -> None:
+        step = xckpt.open_steps(path / "run").sel(step=3)
+        base = xckpt.open(path / "m.safetensors").drop_vars(QUERY.format(0))
+        again = self.saved(base.assign({KEY.format(0): step[QUERY.format(0)]}), path)
+        assert QUERY.format(0) not in again
+        assert again[KEY.format(0)] == [300.0] * 4
+        head = xr.Dataset({"my.head": step[HEAD]})
+        assert self.saved(head, path) == {"my.head": [307.0] * 8}
+
+    def test_copies_have_names_of_their_own(self, path: Path) -> None:
+        step = xckpt.open_steps(path / "run").sel(step=1)
+        step["head2"] = step[HEAD]
+        again = self.saved(step, path)
+        assert again["head2"] == again[HEAD]
+
+    def test_a_run_has_the_steps_before_new_names(self, path: Path) -> None:
+        run = xckpt.open_steps(path / "run", stack=True)
+        again = self.saved(run.rename({n: str(n).removeprefix("bert.") for n in run}), path)
+        assert again["step.2.layer.1.key.bias"] == [211.0] * 4
+        assert not any("bert" in name for name in again)
+
+    def test_other_words_keep_the_numbers(self, path: Path) -> None:
+        ds = xckpt.open(path / "m.safetensors", stack=True)
+        again = self.saved(ds.rename({"bert.layer.key.bias": "h.k.bias"}), path)
+        assert [name for name in again if "k.bias" in name] == [f"h.{n}.k.bias" for n in range(3)]
+
+    def test_the_mean_of_experts_keeps_the_layers(self, path: Path) -> None:
+        stacked = xr.open_dataset(model("safetensors", path), engine="safetensors", stack=True)
+        mean = stacked.mean("experts")
+        again = self.saved(mean, path)
+        assert again.keys() == {
+            *("embed", *(f"layers.{n}.norm" for n in range(LAYERS))),
+            *(f"layers.{n}.experts.w" for n in range(LAYERS)),
+        }
+
+    def test_a_name_without_a_place_for_numbers_is_one_tensor_with_a_warning(
+        self, path: Path
+    ) -> None:
+        ds = xckpt.open(path / "m.safetensors", stack=True)
+        renamed = ds.rename({"bert.layer.key.bias": "k"})
+        with pytest.warns(CheckpointWarning, match=r"no place for their numbers .*: 'k'"):
+            renamed.ckpt.save(path / "again.safetensors")
+        assert xckpt.open(path / "again.safetensors")["k"].shape == (3, 4)
+        one = self.saved(renamed.isel(layer=1), path)
+        assert one["k"] == [11.0] * 4

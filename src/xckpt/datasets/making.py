@@ -460,6 +460,7 @@ class VariableMaker:
             self._name(listed.name, token),
             OpenedMembers(self, members, listed.suffix, axes),
             stack.present,
+            name=listed.name,
         )
         record_stack(encoding, record)
         return self._variable(listed.name, listed.lazy, dims, attrs or None, encoding, more=token)

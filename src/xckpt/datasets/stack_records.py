@@ -19,6 +19,7 @@ from xckpt.arrays.graph import selected_in
 from xckpt.datasets.variables import LazyVariable, preferred_chunks
 from xckpt.errors import shown
 from xckpt.labels.grids import Stack, member_names
+from xckpt.structure.numbering import renamed_template
 from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
 
@@ -61,6 +62,8 @@ class StackRecord:
     present: frozenset[tuple[int, ...]] | None = None
     # Dimension of the steps of a training run; empty for other stacks.
     run: str = ""
+    # Name of the variable; a variable of another name has other members.
+    name: str = ""
 
     def names(
         self, indices: tuple[tuple[int, ...], ...], dims: Collection[Hashable]
@@ -84,6 +87,13 @@ class StackRecord:
         places = product(*indices)
         return [n if at in self.present else None for n, at in zip(names, places, strict=True)]
 
+    def renamed(self, name: str) -> StackRecord | None:
+        """Return the record of a variable of another name; None if it has no place for numbers."""
+        suffix = self.suffix if name.endswith(self.suffix) else ""
+        prefix = f"{self.run}." if self.run else ""
+        template = renamed_template(self.template, prefix + name.removesuffix(suffix))
+        return template and replace(self, template=template, suffix=suffix, name=name)
+
     def is_one_step(self, dims: Collection[Hashable]) -> bool:
         """Return whether a variable with these dimensions is a single step of a run."""
         return bool(self.run) and self.run not in dims
@@ -105,6 +115,21 @@ class StackMarks(dict[str, StackRecord]):
         self.setdefault(name.replace("/", "."), record)
         self[name] = record
 
+    def numbered(
+        self, name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+    ) -> StackRecord | None:
+        """Return a record for a computed variable of another name, or of fewer dimensions."""
+        made = {dim for record in self.values() for dim in record.dims}
+        stacked = made.intersection(variable.dims)
+        for record in self.values() if stacked else ():
+            if (
+                record.present is None
+                and stacked == {dim for dim in record.dims if dim in variable.dims}
+                and all(_is_remembered(record, dim, variable, indexes) for dim in record.dims)
+            ):
+                return replace(record, suffix="").renamed(name)
+        return None
+
     # xarray deep-copies encodings with their Dataset; records never change.
     def __deepcopy__(self, memo: Any) -> Self:
         return self
@@ -116,6 +141,18 @@ class StackMarks(dict[str, StackRecord]):
 def stack_of(variable: xr.Variable) -> StackRecord | None:
     """Return the record of a stacked variable, None for other variables."""
     return variable.encoding.get(_KEY)
+
+
+def with_own_record(name: Any, variable: xr.Variable) -> xr.Variable:
+    """Return a variable whose record has the names that follow from its own, also if renamed."""
+    record = stack_of(variable)
+    if record is None or record.name == name:
+        return variable
+    variable = variable.copy(deep=False)
+    variable.encoding = unstacked_encoding(variable)
+    if (renamed := record.renamed(str(name))) is not None:
+        record_stack(variable.encoding, renamed)
+    return variable
 
 
 def record_stack(encoding: dict[Any, Any], record: StackRecord) -> None:
@@ -176,9 +213,16 @@ def remember_stack(
         if record is not None and all(
             is_kept(record, dim, variable, indexes) for dim in record.dims
         ):
-            variable = variable.copy(deep=False)
-            record_stack(variable.encoding, record)
-            break
+            return _with_record(variable, record)
+    for marks in map(marks_of, indexes.values()):
+        if (record := marks.numbered(str(name), variable, indexes)) is not None:
+            return _with_record(variable, record)
+    return variable
+
+
+def _with_record(variable: xr.Variable, record: StackRecord) -> xr.Variable:
+    variable = variable.copy(deep=False)
+    record_stack(variable.encoding, record)
     return variable
 
 
@@ -208,13 +252,13 @@ def mark_run(ds: xr.Dataset, marks: StackMarks, dim: str) -> None:
     """State in all records that a dimension has the steps of a training run."""
     # The encoding of the Dataset survives interpolation, unlike that of a coordinate.
     ds.encoding[_KEY] = marks
-    for variable in ds.variables.values():
+    for name, variable in ds.variables.items():
         record: Any = stack_of(variable)
         if isinstance(record, StackRecord) and record.dims[:1] == (dim,):
-            record_stack(variable.encoding, replace(record, run=dim))
+            record_stack(variable.encoding, replace(record, run=dim, name=str(name)))
     for name, record in marks.items():
         if record.dims[:1] == (dim,):
-            marks[name] = replace(record, run=dim)
+            marks[name] = replace(record, run=dim, name=name)
 
 
 # --- remaining members ---------------------------------------------------------------------------

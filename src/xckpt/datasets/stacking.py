@@ -78,7 +78,7 @@ def stack_modules(
 
 def unstack_modules(obj: Obj) -> Obj:
     """Turn every stacked tensor into a separate variable again."""
-    flat = flatten(obj)
+    flat = flatten(obj)._replace(variables=OpenTensors(obj).variables)
     if not any(map(stack_of, flat.variables.values())):
         if dims := _lost_dims(flat):
             warn(f"nothing is unstacked: {_NO_RECORD.format(', '.join(map(repr, dims)))}")
@@ -319,6 +319,7 @@ def _stack_variable(
         getattr(data, "name", None),
         tuple(stack.arrange(members)),
         stack.present,
+        name=stack.name,
     )
     record_stack(encoding, record)
     return LazyVariable.of((*stack.dims, *first.dims), data, shared or None, encoding)

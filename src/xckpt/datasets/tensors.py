@@ -25,6 +25,7 @@ from xckpt.datasets.stack_records import (
     remember_stack,
     stack_of,
     unstacked_variables,
+    with_own_record,
 )
 from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
 from xckpt.errors import Cause, causes_of, warn
@@ -35,7 +36,6 @@ from xckpt.storage.source import sources_of
 from xckpt.structure import Structure, structure_of
 from xckpt.structure.declared import facts_kept
 from xckpt.structure.facts import model_facts
-from xckpt.structure.numbering import drop_indices
 from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
 from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
@@ -91,7 +91,7 @@ def flatten(obj: xr.Dataset | xr.DataTree) -> Flat:
             tensor: Any = name if obj is ds else tensor_name(path, str(name), variable)
             if tensor in flat.variables:
                 raise ValueError(f"two variables of the tree are called {tensor!r} when it is flat")
-            flat.variables[tensor] = variable
+            flat.variables[tensor] = with_own_record(tensor, variable)
             flat.nodes[tensor] = path
     return flat
 
@@ -100,7 +100,7 @@ def tensor_name(path: str, leaf: str, variable: xr.Variable) -> str:
     """Return the flat name of a variable of a tree: the name of its tensor, unless it was moved."""
     encoding = variable.encoding
     stated, record = encoding.get("path"), stack_of(variable)
-    encoded_name = encoding.get("tensor", "") if record is None else drop_indices(record.template)
+    encoded_name = encoding.get("tensor", "") if record is None else record.name
     name = flat_name(path, leaf, encoded_name if stated is None else "")
     if stated is None or ".".join(stated) != name or "tensor" not in encoding:
         return name
@@ -249,6 +249,12 @@ class OpenTensors:
         encoding = self.obj.encoding
         order = encoding.get("file_order", encoding.get("flat_order", ()))
         return unstacked_variables(self.variables, self._indexes_of, order)
+
+    def unnumbered(self) -> list[str]:
+        """Return the variables along stacked dimensions that are no stacks of tensors."""
+        made = {name for name, coord in self.coords.items() if is_made_by_stacking(coord)}
+        variables = self.variables.items() if made else ()
+        return [str(n) for n, v in variables if stack_of(v) is None and made.intersection(v.dims)]
 
     def stacked_dims(self) -> dict[str, xr.Variable | None]:
         """Return the coordinates of the dimensions that stacking made, without those of steps."""
@@ -420,7 +426,8 @@ class OpenTensors:
             return False
         node, obj = self._flat.nodes[home], self.obj
         now = obj.variables if isinstance(obj, xr.Dataset) else obj.root[node].variables
-        is_present = any(variable is self._flat.variables[home] for variable in now.values())
+        array = data_of(self._flat.variables[home])
+        is_present = any(data_of(variable) is array for variable in now.values())
         indexes = self._indexes[node].items()
         return is_present and all(now[dim] is index for dim, index in indexes if dim in now)
 

@@ -393,5 +393,6 @@ def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:
     marks = marks_of(ds.variables[dim])
     for old in marks.keys() & plain.keys():
         marks[plain[old]] = marks.pop(old)
+    ds = ds.rename(plain)
     mark_run(ds, marks, dim)
-    return ds.rename(plain)
+    return ds

@@ -325,6 +325,51 @@ def numbered_modules(template: Template) -> list[str]:
     return [module for module, index in module_indices(template) if not isinstance(index, str)]
 
 
+def renamed_template(template: Template, name: str) -> tuple[str | int | None, ...] | None:
+    """Return the template of another name, with each index after the word that it follows.
+
+    The word for things that models repeat may be another one, such as ``h`` for ``layers``. None if
+    the name has no word for an index.
+    """
+    words = [strip_separator(piece) for piece in _BEFORE_SEPARATOR.split(name)]
+    old_words: Counter[str] = Counter()
+    word = ""
+    indices: dict[int, list[tuple[str, int | None]]] = {}
+    listed = tokens(template)
+    known = {token for _, token in listed}
+    others = (n for n, w in enumerate(words) if w not in known and names_repeated_modules(w))
+    for joint, token in listed:
+        if isinstance(token, str):
+            word = token
+            old_words[word] += 1
+            continue
+        places = [n for n, other in enumerate(words) if other == word][old_words[word] - 1 :]
+        place = places[0] if places else next(others, None)
+        if place is None:
+            return None
+        indices.setdefault(place, []).append((joint, token))
+    pieces: list[str | int | None] = []
+    for position, piece in enumerate(_BEFORE_SEPARATOR.split(name)):
+        is_fixed = position > 0 and is_index(words[position])
+        for joint, index in [(piece[:1], words[position])] if is_fixed else []:
+            _append_index(pieces, joint, index)
+        if not is_fixed:
+            pieces.append(piece)
+        for joint, index in indices.get(position, ()):
+            _append_index(pieces, joint, index)
+    return tuple(pieces)
+
+
+def _append_index(pieces: list[str | int | None], joint: str, index: str | int | None) -> None:
+    """Add an index to a template; its joint belongs to the word before it."""
+    last = pieces[-1]
+    if isinstance(last, str) and not is_index(last):
+        pieces[-1] = last + joint
+    else:
+        pieces.append(joint)
+    pieces.append(index)
+
+
 def has_words(template: Template) -> bool:
     """Return whether a template has anything other than indices."""
     return any(isinstance(piece, str) and piece.strip("./") for piece in template)

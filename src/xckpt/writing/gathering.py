@@ -82,6 +82,10 @@ _NO_NUMBERS = (
     "stacks written as one tensor, as the coordinate with their numbers was dropped or replaced "
     "(ds.assign_coords(layers=ds['layers'].copy(data=numbers)) renumbers layers)"
 )
+_UNNUMBERED = (
+    "stacks written as one tensor, as a new name or a reduction leaves no place for their numbers "
+    "(.ckpt.unstack() first keeps the numbers)"
+)
 # Names of dask's layers; others, such as casts and quantiles, choose their type.
 _ARITHMETIC = ("add-", "sub-", "mul-", "truediv-", "pow-", "neg-")
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
@@ -215,6 +219,7 @@ def listed(
     for name in variables:
         if not isinstance(name, str):
             raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
+    changes.add_all(_UNNUMBERED, tensors.unnumbered())
     dims = {dim for variable in variables.values() for dim in variable.dims}
     for dim, coord in tensors.stacked_dims().items():
         numbers = [] if coord is None else np.atleast_1d(coord.values).tolist()
