@@ -808,3 +808,101 @@ class TestQuantizedModels:
         with pytest.warns(CheckpointWarning, match=r"no place for weights that are dense: 'model"):
             edited.ckpt.save("out/")
         assert "config.json" not in names("out")
+
+
+TOWERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "t5": (
+        {"model_type": "t5", "num_layers": 3, "num_decoder_layers": 3},
+        [f"{side}.block.{{}}.layer.0.SelfAttention.q.weight" for side in ("encoder", "decoder")],
+    ),
+    "whisper": (
+        {"model_type": "whisper", "encoder_layers": 3, "decoder_layers": 3},
+        [f"model.{side}.layers.{{}}.self_attn.q_proj.weight" for side in ("encoder", "decoder")],
+    ),
+    "distilbert": (
+        {"model_type": "distilbert", "n_layers": 3},
+        ["distilbert.transformer.layer.{}.attention.q_lin.weight"],
+    ),
+    "clip": (
+        {
+            "model_type": "clip",
+            "text_config": {"num_hidden_layers": 3},
+            "vision_config": {"num_hidden_layers": 3},
+        },
+        [f"{t}_model.encoder.layers.{{}}.self_attn.q_proj.weight" for t in ("text", "vision")],
+    ),
+}
+
+
+class TestSizesOfParts:
+    """A size is corrected by the tensors that its key is about, and by all of them."""
+
+    @staticmethod
+    def write(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+        tensors = {name: np.ones(shape, "f4") for name, shape in shapes.items()}
+        xckpt.save(tensors, "base/model.safetensors", overwrite=True)
+        Path("base/config.json").write_text(json.dumps(config))
+        Path("base/tokenizer.json").unlink()
+
+    @pytest.mark.parametrize(("stated", "stacks"), TOWERS.values(), ids=TOWERS)
+    def test_layers_are_corrected_in_all_towers(
+        self, stated: dict[str, Any], stacks: list[str]
+    ) -> None:
+        self.write(stated, {stack.format(n): (8, 8) for stack in stacks for n in range(3)})
+        ds = xckpt.open("base")
+        with pytest.warns(CheckpointWarning, match=r"2 \(was 3\)"):
+            ds.drop_vars([stack.format(2) for stack in stacks]).ckpt.save("out/")
+        assert config("out") == json.loads(json.dumps(stated).replace("3", "2"))
+
+    @pytest.mark.parametrize(("stated", "stacks"), TOWERS.values(), ids=TOWERS)
+    def test_layers_of_one_tower_leave_the_others(
+        self, stated: dict[str, Any], stacks: list[str]
+    ) -> None:
+        self.write(stated, {stack.format(n): (8, 8) for stack in stacks for n in range(3)})
+        ds = xckpt.open("base")
+        with pytest.warns(CheckpointWarning, match=r"2 \(was 3\)"):
+            ds.drop_vars([stacks[-1].format(2)]).ckpt.save("out/")
+        assert json.dumps(config("out")).count("3") == len(stacks) - 1
+
+    @pytest.mark.parametrize("labels", [2, 3, 4])
+    def test_labels_are_no_layers_and_no_heads(self, labels: int) -> None:
+        """Their number may be that of another size."""
+        sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 16}
+        names = {str(n): f"LABEL_{n}" for n in range(labels)}
+        layers = {f"bert.encoder.layer.{n}.attention.self.query.weight": (16, 16) for n in range(3)}
+        head = {"classifier.weight": (labels, 16), "classifier.bias": (labels,)}
+        self.write({"model_type": "bert", "id2label": names, **sizes}, layers | head)
+        ds = xckpt.open("base")
+        new = xr.DataArray(np.zeros((5, 16), "f4"), dims=ds["classifier.weight"].dims)
+        ds = ds.drop_vars([*head]).assign({"classifier.weight": new, "classifier.bias": new[:, 0]})
+        with pytest.warns(CheckpointWarning, match=r"classifier\.weight.*; see 'id2label'"):
+            ds.ckpt.save("out/")
+        assert names_without_config("out")
+
+    def test_experts_that_are_gone_are_named_with_their_key(self) -> None:
+        module = "model.layers.{}.block_sparse_moe"
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in range(2):
+            shapes[f"{module.format(layer)}.gate.weight"] = (4, 8)
+            for expert in range(4):
+                shapes[f"{module.format(layer)}.experts.{expert}.w1.weight"] = (16, 8)
+        sizes = {"num_hidden_layers": 2, "num_local_experts": 4, "hidden_size": 8}
+        self.write({"model_type": "mixtral", **sizes}, shapes)
+        ds = xckpt.open("base")
+        text = "num_local_experts 4: the tensors lack experts 2, 3"
+        with pytest.warns(CheckpointWarning, match=f"not copied from base/, as {text}"):
+            ds.drop_vars([n for n in ds if ".2.w1" in str(n) or ".3.w1" in str(n)]).ckpt.save(
+                "out/"
+            )
+        assert names_without_config("out")
+
+    def test_a_width_without_a_value_is_named(self) -> None:
+        layers = {f"transformer.h.{n}.mlp.c_fc.weight": (8, 32) for n in range(2)}
+        self.write({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_inner": None}, layers)
+        with pytest.warns(CheckpointWarning, match=r"other shapes than before.*; see 'n_inner'"):
+            xckpt.open("base").isel(ff=slice(16)).ckpt.save("out/")
+        assert names_without_config("out")
+
+
+def names_without_config(folder: str) -> bool:
+    return names(folder) == ["model.safetensors"]

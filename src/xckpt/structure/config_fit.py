@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import some
 from xckpt.formatting import counted
-from xckpt.structure.facts import StatedSize, declarations_in, is_gguf, model_facts, sizes_stated_in
+from xckpt.structure.facts import (
+    KEYS,
+    StatedSize,
+    declarations_in,
+    is_gguf,
+    model_facts,
+    sizes_stated_in,
+)
 from xckpt.structure.info import PARAMETERS, Described
 from xckpt.structure.model import Structure
 from xckpt.structure.numbering import drop_indices, parse_name, split_leaf
@@ -34,6 +41,9 @@ _NO_LAYERS = (
     "(save the checkpoint as it was opened, or .ckpt.unstack() it before to_zarr)"
 )
 _SHOWN = 3
+_LAYER_KEYS = (*KEYS["layer"], "n_layers")
+# Keys of configs by the name of an axis.
+_KEYS = KEYS | {"label": ("num_labels", "num_classes", "id2label", "label2id")}
 _TIED = "tie_word_embeddings"
 # Wrappers, and usual prefixes of a base model, in their order.
 _PREFIXES = ("_orig_mod.", "module.", "model.", "transformer.")
@@ -105,6 +115,8 @@ def fit_config(
     structure = Structure(before, facts)
     old, new = ({tensor.name: tensor.shape for tensor in side} for side in (before, after))
     removed = _fit_layers(fit, sizes.get("layer"), structure, new)
+    remaining = [name for name in structure if name not in removed]
+    removed |= _check_experts(fit, sizes.get("expert"), structure, remaining, new)
     fit.missing = _missing(fit, structure, old, new, removed)
     if not fit.renamed:
         known = {_without_numbers(name, config) for name in old}
@@ -186,31 +198,42 @@ def _fit_layers(
     fit: ConfigFit, size: StatedSize | None, structure: Structure, new: Collection[str]
 ) -> set[str]:
     """Correct the numbers of layers; return the names of the tensors of layers that are gone."""
-    if size is None:
-        return set()
     of_layers = [name for name in structure if ("layer" in dict(structure[name].indices[:1]))]
     after = _layers(new)
     gone: set[str] = set()
-    sizes: dict[str, StatedSize] = {}
-    stacks: dict[str, dict[str, dict[str, int]]] = defaultdict(dict)
+    sizes: dict[tuple[int, str], StatedSize] = {}
+    stacks: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(dict)
     for stem, numbers in _layers(of_layers).items():
-        stated = _size_of_stack(stem, size)
+        stated = _size_of_stack(stem, fit.config, size)
         # Stacks of layers whose number the config states.
-        if _are_all(set(numbers.values()), stated.value):
-            sizes[stated.key] = stated
-            stacks[stated.key][stem] = numbers
-    for key, stated in sizes.items():
-        gone |= _fit_stacks(fit, stated, stacks[key], after)
+        if stated is not None and _are_all(set(numbers.values()), stated.value):
+            place = id(stated.section), stated.key
+            sizes[place] = stated
+            stacks[place][stem] = numbers
+    for place, stated in sizes.items():
+        gone |= _fit_stacks(fit, stated, stacks[place], after)
     return gone
 
 
-def _size_of_stack(stem: str, size: StatedSize) -> StatedSize:
-    """Return the stated number of layers of a stack: of the encoder or decoder, or of the model."""
-    words = {*re.split(r"[._]", stem)}
-    for key, value in size.section.items():
-        *part, unit = key.split("_")
-        if unit == "layers" and type(value) is int and not words.isdisjoint(part):
-            return size._replace(key=key, value=value)
+def _size_of_stack(
+    stem: str, config: Mapping[str, Any], size: StatedSize | None
+) -> StatedSize | None:
+    """Return the stated number of layers of a stack: of its tower or part, or of the model."""
+    words = {*re.split(r"[._/]", stem)}
+    towers = [
+        section
+        for key, section in config.items()
+        if isinstance(section, dict) and key.removesuffix("_config") in words
+    ]
+    for section in towers or [config, *([size.section] if size else [])]:
+        of_part = [
+            key
+            for key in section
+            if key.endswith("_layers") and not words.isdisjoint(key.split("_")[:-1])
+        ]
+        for key in (*of_part, *_LAYER_KEYS):
+            if type(section.get(key)) is int:
+                return StatedSize(section, key, section[key])
     return size
 
 
@@ -254,6 +277,23 @@ def _fit_stacks(
     }
 
 
+def _check_experts(
+    fit: ConfigFit,
+    size: StatedSize | None,
+    structure: Structure,
+    old: Collection[str],
+    new: Collection[str],
+) -> set[str]:
+    """Note other experts, whose number more keys depend on; return the tensors that are gone."""
+    numbers = {name: dict(structure[name].indices).get("expert") for name in old}
+    gone = {name: n for name, n in numbers.items() if n is not None and name not in new}
+    lost = {*gone.values()}
+    if size is None or not 0 < len(lost) < len({*numbers.values()} - {None}):  # none of them left
+        return set()
+    fit.problems.append(f"{size.key} {size.value}: the tensors lack experts {_ranges(lost)}")
+    return {*gone}
+
+
 def _are_all(numbers: set[int], count: int) -> bool:
     """Return whether natural numbers are those below a count, which may be huge."""
     return len(numbers) == count == max(numbers, default=-1) + 1
@@ -269,8 +309,10 @@ def _ranges(numbers: Collection[int]) -> str:
 
 def _correct(fit: ConfigFit, size: StatedSize, value: int) -> None:
     section: Any = size.section  # a part of the copy
+    parts = (f"{name}." for name, part in fit.config.items() if part is section)
+    place = f"{next(parts, '')}{size.key}"
+    fit.corrections.append(f"{place}: {value} (was {section[size.key]})")
     section[size.key] = value
-    fit.corrections.append(f"{size.key}: {value} (was {size.value})")
 
 
 def _missing(
@@ -319,31 +361,27 @@ def _fit_axes(
     """Correct the sizes that are extents of axes."""
     extents: dict[str, set[tuple[int, int]]] = defaultdict(set)  # by the name of the axis
     unexplained: dict[str, None] = {}
+    keys: dict[str, None] = {}  # of the config, which may have to be edited
     for name in [name for name in old if name in new]:
         if len(old[name]) != len(new[name]):
             unexplained[name] = None
             continue
         shapes = zip(old[name], new[name], strict=True)
         for axis, pair in zip(structure[name].axes, shapes, strict=True):
-            size = _size_of(axis, pair[0], sizes)
-            if size is not None:
-                extents[size].add(pair)
+            # Other axes may have the same extent, such as labels and layers.
+            is_size = axis in sizes and sizes[axis].value == pair[0]
+            if axis is not None and (is_size or (axis not in sizes and "*" in axis)):
+                extents[axis].add(pair)
             elif pair[0] != pair[1]:
                 unexplained[name] = None
+                keys |= dict.fromkeys(key for key in _KEYS.get(axis or "", ()) if key in fit.config)
     for axis, pairs in extents.items():
         _fit_size(fit, axis, pairs, sizes)
     if unexplained:
         name = min(unexplained)
         names = some(sorted(unexplained), most=_SHOWN)
-        fit.problems.append(f"other shapes than before: {names} ({old[name]} to {new[name]})")
-
-
-def _size_of(axis: str | None, extent: int, sizes: Mapping[str, StatedSize]) -> str | None:
-    """Return the name of the size that an axis has, or of the product; None if it is not clear."""
-    if axis is not None and (axis in sizes or "*" in axis):
-        return axis if axis not in sizes or sizes[axis].value == extent else None
-    names = [name for name, size in sizes.items() if size.value == extent]
-    return names[0] if len(names) == 1 else None
+        text = f"other shapes than before: {names} ({old[name]} to {new[name]})"
+        fit.problems.append(f"{text}; see {some([*keys], '')}" if keys else text)
 
 
 def _fit_size(
