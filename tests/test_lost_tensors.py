@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -472,6 +472,102 @@ def test_axes_of_layers_in_unstacked_tensors_are_a_warning(
     (text,) = warnings_of(derive(a, b), tmp_path / "new.safetensors")
     assert f"{HEAD} 3x4x4, was 4x4" in text or f"{HEAD} 4x4x3, was 4x4" in text
     assert "q_proj" not in text
+
+
+class TestAxesThatOneTensorGained:
+    """Broadcasting over axes with other names is a warning, for one tensor and for all."""
+
+    FACTOR = xr.DataArray(np.ones(7, "f4"), dims="factor")
+    GAINED: ClassVar[dict[str, tuple[Callable[[xr.Dataset], Any], str, str]]] = {
+        "scaled convolution": (
+            lambda a: a["c.weight"] * (a["n.weight"] / np.sqrt(a["n.running_var"] + 1e-5)),
+            "c.weight",
+            "4x4x3x3x4, was 4x4x3x3",
+        ),
+        "vector times convolution": (
+            lambda a: a["n.weight"] * a["c.weight"],
+            "c.weight",
+            "4x4x4x3x3, was 4x4x3x3",
+        ),
+        "convolution times an array": (
+            lambda a: a["c.weight"] * TestAxesThatOneTensorGained.FACTOR,
+            "c.weight",
+            "4x4x3x3x7, was 4x4x3x3",
+        ),
+        "in chunks": (
+            lambda a: a["f.weight"].chunk(5) * TestAxesThatOneTensorGained.FACTOR.chunk(3),
+            "f.weight",
+            "5x4x7, was 5x4",
+        ),
+        "sum of two": (lambda a: a["f.weight"] + a["p.bias"], "f.weight", "5x4x6, was 5x4"),
+        "another name": (lambda a: a["f.weight"] + a["p.bias"], "new", "5x4x6, was 5x4 and 6"),
+        "vector with axes of a matrix": (
+            lambda a: a["f.bias"] * a["f.weight"],
+            "f.bias",
+            "5x4, was 5",
+        ),
+    }
+
+    FUNCTIONS: ClassVar[dict[str, tuple[Callable[[xr.Dataset], Any], str, str]]] = {
+        "function of numpy": (
+            lambda a: np.maximum(TestAxesThatOneTensorGained.FACTOR, a["c.weight"]),
+            "c.weight",
+            "7x4x4x3x3, was 4x4x3x3",
+        ),
+        "where": (
+            lambda a: a["f.weight"].where(TestAxesThatOneTensorGained.FACTOR > 0, 0),
+            "f.weight",
+            "5x4x7, was 5x4",
+        ),
+    }
+
+    @pytest.fixture
+    def model(self) -> dict[str, Any]:
+        shapes = {"c.weight": (4, 4, 3, 3), "f.weight": (5, 4), "f.bias": (5,), "p.bias": (6,)}
+        shapes |= {"n.weight": (4,), "n.bias": (4,), "n.running_mean": (4,), "n.running_var": (4,)}
+        return {name: np.ones(shape, "f4") for name, shape in shapes.items()}
+
+    @pytest.fixture(params=["file", "state dict"])
+    def opened(self, request: Any, model: dict[str, Any], tmp_path: Path) -> xr.Dataset:
+        if request.param == "state dict":
+            return xckpt.open(model)
+        xckpt.save(model, tmp_path / "model.safetensors")
+        return xckpt.open(tmp_path / "model.safetensors")
+
+    @pytest.mark.parametrize(("compute", "name", "text"), GAINED.values(), ids=GAINED)
+    def test_are_named(
+        self, compute: Any, name: str, text: str, opened: xr.Dataset, tmp_path: Path
+    ) -> None:
+        changed = opened.drop_vars([name], errors="ignore").assign({name: compute(opened)})
+        (warning,) = warnings_of(changed, tmp_path / "new.safetensors")
+        assert f"'{name} {text}'" in warning
+
+    @pytest.mark.parametrize(("compute", "name", "text"), FUNCTIONS.values(), ids=FUNCTIONS)
+    def test_by_a_function_are_named(
+        self, compute: Any, name: str, text: str, model: dict[str, Any], tmp_path: Path
+    ) -> None:
+        xckpt.save(model, tmp_path / "model.safetensors")
+        ds = xckpt.open(tmp_path / "model.safetensors")
+        (warning,) = warnings_of(ds.assign({name: compute(ds)}), tmp_path / "new.safetensors")
+        assert f"'{name} {text}'" in warning
+
+    def test_of_every_tensor_are_named(self, opened: xr.Dataset, tmp_path: Path) -> None:
+        (warning,) = warnings_of(opened * self.FACTOR, tmp_path / "new.safetensors")
+        assert "'c.weight 4x4x3x3x7, was 4x4x3x3'" in warning
+        renamed = opened.rename({name: f"m.{name}" for name in opened}) * self.FACTOR
+        (warning,) = warnings_of(renamed, tmp_path / "new.safetensors")
+        assert "'m.c.weight 4x4x3x3x7, was 4x4x3x3'" in warning
+
+    def test_as_requested_are_no_warning(self, opened: xr.Dataset, tmp_path: Path) -> None:
+        path = tmp_path / "new.safetensors"
+        models = xr.concat([opened, 2 * opened], "model")
+        factors = xr.DataArray(np.ones(2, "f4"), dims="model")
+        for computed in (models, models * factors, models - opened, opened.expand_dims(model=2)):
+            assert warnings_of(computed, path) == []
+        one = opened["f.weight"].expand_dims(model=3)
+        assert warnings_of(opened.assign({"f.weight": one}), path) == []
+        scaled = opened["f.weight"] * opened["f.bias"]
+        assert warnings_of(opened.assign({"f.weight": scaled, "new": scaled}), path) == []
 
 
 def test_selected_and_reduced_axes_are_no_warning(base: xr.Dataset, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from graphlib import TopologicalSorter
 from hashlib import blake2b
 from itertools import accumulate, chain, islice, pairwise, product, starmap
 from math import prod
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import dask
 import numpy as np
+from dask.blockwise import Blockwise
 from dask.callbacks import Callback
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 
 # Annotation of the layers of a graph.
 _SELECTIONS = "xckpt_selections"
+# Layers that xarray makes before an operation: other axes, and the same values.
+_SHAPING = ("getitem-", "transpose-", "rechunk-")
 # Largest array, in bytes, for which dask takes longer than the read.
 _SMALL = 1 << 20
 
@@ -244,6 +248,33 @@ def repeats_left_out_of(array: Any) -> Iterator[tuple[LazyArray, Selection, list
             is_repeated = is_same and len({*positions.tolist()}) < positions.size
             if is_repeated and len(aligned) == 1:
                 yield aligned[0], chosen, alignment.left_out
+
+
+def is_broadcast(array: Any, sources: Collection[str]) -> bool:
+    """Return whether an operation gave axes to all that is computed from layers of lazy arrays."""
+    layers = array.dask.layers if is_computed(array) else {}
+    axes: dict[str, int] = {}  # number of them, before a layer adds some for broadcasting
+    for name in TopologicalSorter(array.dask.dependencies if layers else {}).static_order():
+        layer = layers[name]
+        before = [axes[n] for n in array.dask.dependencies[name] if n in axes]
+        ndim = _ndim(name, layer) if before or name in sources else None
+        if ndim is None:
+            continue
+        if name.startswith(_SHAPING):
+            ndim = min(ndim, *before)
+        elif before and isinstance(layer, Blockwise) and not layer.new_axes and ndim > max(before):
+            return True
+        axes[name] = ndim
+    return False
+
+
+def _ndim(name: str, layer: Layer) -> int | None:
+    """Return the number of axes of the array of a layer; None if its keys do not show it."""
+    if isinstance(layer, Blockwise):
+        return len(layer.output_indices)
+    keys = (key for key in layer.get_output_keys() if isinstance(key, tuple) and key[0] == name)
+    key = next(keys, None)
+    return None if key is None else len(key) - 1
 
 
 # --- other blocks, slices and values of arrays ----------------------------------------------------

@@ -13,7 +13,14 @@ from collections import defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.arrays.graph import Selection, lazies_in, lazy_of, left_out_of, repeats_left_out_of
+from xckpt.arrays.graph import (
+    Selection,
+    is_broadcast,
+    lazies_in,
+    lazy_of,
+    left_out_of,
+    repeats_left_out_of,
+)
 from xckpt.arrays.keys import normalize
 from xckpt.datasets.stack_records import marks_of, remaining_indices
 from xckpt.datasets.variables import mapped_arrays
@@ -303,6 +310,24 @@ class SourceShapes:
         """Return the different shapes of the stored tensors of a name in a computed array."""
         shapes = [self._of(*item).get(name) for item in lazies_in(array).items()]
         return list(dict.fromkeys([shape for shape in shapes if shape is not None]))
+
+    def broadcast(self, name: str, variable: xr.Variable) -> list[tuple[int, ...]]:
+        """Return the shapes of the sources that broadcasting gave axes, of a name or else of all.
+
+        Empty if it did not.
+        """
+        lazies, mapped = lazies_in(array := data_of(variable)), mapped_arrays(variable)
+        shapes = {layer: self._of(layer, lazy).get(name) for layer, lazy in lazies.items()}
+        sources = {layer: shape for layer, shape in shapes.items() if shape is not None}
+        named = [entry for entry in mapped if entry.name == name]
+        if not (sources or named):
+            sources, named = {layer: lazy.shape for layer, lazy in lazies.items()}, [*mapped]
+        before = dict.fromkeys((*sources.values(), *[entry.shape for entry in named]))
+        if not before or variable.ndim <= max(map(len, before)):
+            return []
+        is_wider = all(entry.is_broadcast for entry in named)
+        is_wider &= not sources or is_broadcast(array, sources)
+        return list(before) if is_wider else []
 
     def is_stack(self, name: str, array: Any) -> bool:
         """Return whether an array is computed from a stack of the same name, with all its axes."""

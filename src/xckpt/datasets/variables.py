@@ -56,6 +56,8 @@ class Mapped(NamedTuple):
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
+    #: Whether an operation gave axes to what was computed from it.
+    is_broadcast: bool = False
 
 
 def mapped_arrays(variable: Any) -> tuple[Mapped, ...]:
@@ -143,7 +145,7 @@ class LazyVariable(xr.Variable):
             )
         if isinstance(other, xr.Variable):
             first, other = _matched(self, other)
-        mapped = dict.fromkeys((*mapped_arrays(first), *mapped_arrays(other)))
+        operands = (first, other)
         first, other = _single(first), _single(other)
         if f in _OVERFLOWING and not _is_float(first) and not _is_float(other):
             first, other = _widened(first), _widened(other)
@@ -152,6 +154,11 @@ class LazyVariable(xr.Variable):
         if is_dask_array(data_of(result)):
             arrays = [data_of(v) for v in (first, other) if isinstance(v, xr.Variable)]
             result.data = with_sources(data_of(result), arrays)
+        mapped = {
+            entry._replace(is_broadcast=entry.is_broadcast or operand.ndim < result.ndim): None
+            for operand in operands
+            for entry in mapped_arrays(operand)
+        }
         if mapped:
             result.encoding = {_MAPPED: tuple(mapped)}
         return result

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +43,7 @@ from xckpt.writing.payloads import Gathered, Payload, Unchanged
 from xckpt.writing.sparse_parts import sparse_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from xckpt.arrays import LazyArray
     from xckpt.writing.fitting import Changes, Fitting
@@ -322,8 +322,8 @@ class _NotedAxes:
 
     def __init__(self, changes: Changes) -> None:
         self._changes, self._sources = changes, SourceShapes()
-        self._broadcast: list[str] = []
-        self._has_others = self._has_new_axes = False
+        self._gained: list[str] = []
+        self._has_others = False
 
     def add(self, tensor: Computed, axes: tuple[str, ...]) -> None:
         """Note the axes of a tensor, given those that its model has."""
@@ -334,25 +334,22 @@ class _NotedAxes:
         in_order = _dims_in_order(tensor, axes, shapes)
         if in_order is not None:
             self._changes.add(_TURNED, f"{name}.transpose{in_order}")
-        if shapes and array.ndim > max(map(len, shapes)):
-            before = " and ".join(map(_by_axes, shapes))
-            text = f"{name} {_by_axes(array.shape)}, was {before}"
-            if len({*filter(None, shapes)}) > 1:  # stacked tensors have one shape
-                self._changes.add(_BROADCAST, text)
-            self._broadcast.append(text)
-            added = Counter(array.shape) - Counter(shapes[0])
-            self._has_new_axes |= not added.keys() <= {*shapes[0]}
+        if before := self._sources.broadcast(name, tensor.variable):
+            self._changes.add(_BROADCAST, _by_axes(name, array.shape, before))
+        elif shapes and array.ndim > max(map(len, shapes)):
+            self._gained.append(_by_axes(name, array.shape, shapes))
         elif shapes:
             self._has_others = True
 
     def end(self) -> None:
-        """Note tensors with more axes, unless all have a new one, as the models of `xr.concat`."""
-        for text in self._broadcast if self._has_others or not self._has_new_axes else ():
+        """Note other tensors with more axes, unless all have them, as in stacked models."""
+        for text in self._gained if self._has_others else ():
             self._changes.add(_BROADCAST, text)
 
 
-def _by_axes(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
+def _by_axes(name: str, shape: tuple[int, ...], before: Iterable[tuple[int, ...]]) -> str:
+    now, *old = ["x".join(map(str, sizes)) or "scalar" for sizes in (shape, *before)]
+    return f"{name} {now}, was {' and '.join(old)}"
 
 
 def _join_parts(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
