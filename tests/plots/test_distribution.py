@@ -153,6 +153,12 @@ def test_spectra_of_tensors_that_are_not_finite_are_errors(flat: xr.Dataset) -> 
         Plots(flat).spectrum("embed")
 
 
+def test_a_spectrum_of_less_than_full_rank_has_the_known_values() -> None:
+    ds = xr.Dataset({"w": (("out", "in"), np.outer(np.arange(1, 9), np.ones(4)).astype("f4"))})
+    (values,) = (line.get_ydata() for line in Plots(ds).spectrum("w").lines[:1])
+    np.testing.assert_allclose(values, [np.sqrt(4 * 204)])
+
+
 def test_a_spectrum_has_the_whole_name_in_its_title(flat: xr.Dataset) -> None:
     name = "model.layers.31.mlp.experts.117.down_proj.weight"
     flat = flat.rename({"embed": name})

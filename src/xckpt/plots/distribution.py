@@ -407,7 +407,7 @@ def draw_spectrum(
     require_drawable(ax, lambda trial: trial.plot([], [], **style))
     result = spectrum(OpenTensors(source.obj)[name], name, minus=minus, values=True).variables[name]
     values = result.values[result.values > 0]
-    if np.isnan(result.values).any():
+    if np.isnan(result.values[0]):  # the last ones are, if rounding hides them
         raise ValueError(f"{name!r} has elements that are NaN or infinite")
     if not len(values):
         raise ValueError(f"{name!r} has no singular values above 0")
