@@ -256,6 +256,17 @@ class TestTypesOfResults:
         assert int(xckpt.open("out.safetensors")[self.COUNTER]) == 100
         assert xckpt.open("out.safetensors")[self.IDS].values.tolist() == [[0, 1, 2, 3, 4]]
 
+    @pytest.mark.filterwarnings("ignore:divide by zero")
+    def test_infinite_counters_are_an_error_that_helps(self) -> None:
+        a, *_ = self.opened()
+        hint = r"num_batches_tracked'.* is inf, which int64 cannot hold.*ds\.drop_vars\(name\)"
+        with pytest.raises(UnsupportedError, match=hint):
+            (a[["fc.weight", self.COUNTER]] / 0).ckpt.save("out.safetensors")
+        kept = (a / 0).assign(a[[self.COUNTER, self.IDS]].data_vars)
+        assert self.types(kept)[1:] == ("int64", "int64")
+        left_out = (a / 0).drop_vars([self.COUNTER, self.IDS])
+        left_out.ckpt.save("out.safetensors", overwrite=True)
+
     @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "u2", "?"])
     def test_means_of_small_integers_do_not_wrap_around(self, dtype: str) -> None:
         largest = 1 if dtype == "?" else np.iinfo(dtype).max

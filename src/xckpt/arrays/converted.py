@@ -397,6 +397,8 @@ def cast_block(
         hint = "cast='allow' rounds; without dtype=, ds.drop_encoding() writes values as they are"
         if cast == "allow":
             hint = "Convert it with .astype(...) first"
+            if native.kind == "f":  # a counter becomes an integer of this type again
+                hint = "Replace the value, or leave the tensor out: ds.drop_vars(name)"
         reason = f"element {place} is {values[index]}, which {name} cannot hold"
         raise UnsupportedError(reason, tensor=tensor, rule="Cast", hint=hint)
     return _little(converted)
