@@ -6,6 +6,7 @@ import pickle
 import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import h5py
 import numpy as np
 import pytest
 import xarray as xr
@@ -411,6 +412,25 @@ def test_a_tree_and_a_dataset_have_no_names_in_common(
     with pytest.raises(ValueError, match="a DataTree and a Dataset"):
         result.ckpt.save(tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_models_of_a_library_without_a_common_name_are_an_error(tmp_path: Path) -> None:
+    for module in ("sequential", "sequential_1"):
+        with h5py.File(tmp_path / f"{module}.h5", "w") as file:
+            file[f"model_weights/{module}/dense/kernel"] = np.ones(3, "f4")
+            file.attrs["keras_version"] = "3.0.0"
+        attrs = {"format": "pt", "id": module}
+        tensors = {f"{module}.dense.kernel": ("x", np.ones(3, "f4"))}
+        xckpt.save(xr.Dataset(tensors, attrs=attrs), tmp_path / f"{module}.safetensors")
+    path = tmp_path / "new.safetensors"
+    for suffix in ("h5", "safetensors"):
+        a, b = (xckpt.open(tmp_path / f"{m}.{suffix}") for m in ("sequential", "sequential_1"))
+        with xr.set_options(keep_attrs=True), pytest.raises(ValueError, match="Keras numbers"):
+            ((a + b) / 2).ckpt.save(path)
+        assert not path.exists()
+        renamed = b.rename({name: str(name).replace("_1", "") for name in b})
+        assert warnings_of((a + renamed) / 2, path) == []
+        path.unlink()
 
 
 def test_the_summary_of_a_result_names_the_loss(base: xr.Dataset, some: xr.Dataset) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xarray as xr
 
+from xckpt import formats
 from xckpt.arrays.converted import densified, element_type, is_sparse
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import lazies_in, lazy_of, with_blocks
@@ -70,9 +71,9 @@ _BROADCAST = (
 )
 _NO_COMMON = (
     "the Dataset has no tensors: arithmetic keeps only those whose names both sides have, and "
-    "these have none in common, as llama.cpp and transformers name them differently "
-    "(xckpt.compare(a, b) shows which belong together, and a.rename({old: new}) gives one another "
-    "name)"
+    "these have none in common, as llama.cpp and transformers name them differently, and Keras "
+    "numbers its models (xckpt.compare(a, b) shows which belong together, and "
+    "a.rename({old: new}) gives one another name)"
 )
 _TREE_AND_DATASET = (
     "the DataTree has no tensors: a DataTree and a Dataset have no names of tensors in common, and "
@@ -154,7 +155,9 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
     was_opened = "format" in obj.encoding
     has_tensors = bool(tensors.variables or tensors.coord_tensors(()))
     if not (was_opened or has_tensors):
-        if is_model or model_facts(obj.attrs).sizes:  # not attributes alone
+        # Not the user's own attributes alone.
+        of_file = any(obj.attrs.keys() & {*form.storage_attrs} for form in formats.loaded())
+        if is_model or of_file or model_facts(obj.attrs).sizes:
             raise ValueError(_NO_COMMON if isinstance(obj, xr.Dataset) else _TREE_AND_DATASET)
         change = "it has no tensors; arithmetic keeps only those that both sides have"
         changes.add(change, type(obj).__name__)
