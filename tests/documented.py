@@ -267,7 +267,7 @@ def write_steps(folder: Path) -> None:
 
 
 def write_models(folder: Path) -> None:
-    """Write a Llama, three tuned ones, a run, an adapter, and one with more tokens."""
+    """Write a Llama, three tuned ones, a run, an adapter, others, and one with more tokens."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys([f"self_attn.{name}_proj" for name in "qkvo"], (8, 8)),
@@ -309,3 +309,23 @@ def write_models(folder: Path) -> None:
     xckpt.save(factors, folder / "adapter/adapter_model.safetensors")
     config = json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4})
     (folder / "adapter/adapter_config.json").write_text(config)
+    _write_convolutions(folder, rng)
+
+
+def _write_convolutions(folder: Path, rng: np.random.Generator) -> None:
+    """Write a ResNet of one layer, and two pipelines of diffusers."""
+    shapes: dict[str, tuple[int, ...]] = {"conv1.weight": (8, 3, 3, 3), "fc.weight": (2, 8)}
+    shapes |= {f"bn1.{name}": (8,) for name in ("weight", "bias", "running_mean", "running_var")}
+    tensors = {name: rng.uniform(0.5, 2, shape).astype("f4") for name, shape in shapes.items()}
+    xckpt.save({**tensors, "bn1.num_batches_tracked": np.array(9)}, folder / "cnn.safetensors")
+    for pipeline in ("sd-1", "sd-2"):
+        for name, kind in (("unet", "UNet2DConditionModel"), ("vae", "AutoencoderKL")):
+            part = folder / pipeline / name
+            part.mkdir(parents=True)
+            weight = rng.normal(size=(8, 4, 3, 3)).astype("f4")
+            weights = {"conv_in.weight": weight, "conv_in.bias": weight[:, 0, 0, 0]}
+            xckpt.save(weights, part / "diffusion_pytorch_model.safetensors")
+            (part / "config.json").write_text(json.dumps({"_class_name": kind}))
+        (folder / pipeline / "scheduler").mkdir()
+        (folder / pipeline / "scheduler/scheduler_config.json").write_text("{}")
+        (folder / pipeline / "model_index.json").write_text("{}")

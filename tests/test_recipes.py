@@ -128,6 +128,31 @@ def test_arithmetic_is_that_of_the_library(target: str, library: str) -> None:
     assert_same(target, expected)
 
 
+def test_a_folded_norm_scales_the_outputs() -> None:
+    run("folded.safetensors")
+    t = xckpt.open("cnn.safetensors").load()
+    scale = t["bn1.weight"].values / np.sqrt(t["bn1.running_var"].values + np.float32(1e-5))
+    expected = {
+        "conv1.weight": t["conv1.weight"].values * scale[:, None, None, None],
+        "conv1.bias": t["bn1.bias"].values - t["bn1.running_mean"].values * scale,
+        "fc.weight": t["fc.weight"].values,
+    }
+    assert_same("folded.safetensors", expected)
+
+
+def test_a_pipeline_keeps_all_that_is_no_weight() -> None:
+    run("sd-mean/")
+    for part in ("unet", "vae"):
+        a, b, mean = (
+            float32(f"{name}/{part}/diffusion_pytorch_model.safetensors")
+            for name in ("sd-1", "sd-2", "sd-mean")
+        )
+        assert sorted(mean) == sorted(a)
+        assert all(np.array_equal(mean[name], (a[name] + b[name]) / 2) for name in a)
+    names = {str(path.relative_to("sd-1")) for path in Path("sd-1").rglob("*")}
+    assert {str(path.relative_to("sd-mean")) for path in Path("sd-mean").rglob("*")} == names
+
+
 def test_a_mean_in_a_folder_has_the_config_of_the_models() -> None:
     run("hf/mean/")
     assert json.loads(Path("hf/mean/config.json").read_text()) == LLAMA
