@@ -498,6 +498,15 @@ class TestOperandsOfUpdates:
         in_order.ckpt.save("scaled.safetensors", overwrite=True)
         base.drop_vars(name).assign({name: base[name].T}).ckpt.save("turned.safetensors")
 
+    def test_axes_turned_by_a_vector_of_the_tensor_itself_are_named(self) -> None:
+        name = "model.layers.0.mlp.up_proj.weight"
+        base = xckpt.open("base.safetensors")
+        normed = 1 / np.sqrt((base[name] ** 2).sum("ff")) * base[name]
+        assert normed.dims == ("embd", "ff")
+        with pytest.warns(CheckpointWarning, match=r"another order.*transpose\('ff', 'embd'\)"):
+            base.assign({name: normed}).ckpt.save("normed.safetensors")
+        base.assign({name: 2 * base[name].T}).ckpt.save("turned.safetensors")
+
     @pytest.mark.parametrize(
         ("name", "vector"),
         [("lm_head.weight", "model.norm.weight"), ("x.weight", "x.bias")],

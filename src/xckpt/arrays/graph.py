@@ -136,6 +136,13 @@ def is_computed(array: Any) -> bool:
     return lazy_of(array) is None and bool(lazies_in(array))
 
 
+def is_combined(array: Any) -> bool:
+    """Return whether a step of an array's graph has several arrays, stored or computed."""
+    is_graph = is_dask_array(array) and lazy_of(array) is None
+    dependencies = array.dask.dependencies if is_graph else {}
+    return any(len(before) > 1 for before in dependencies.values())
+
+
 def _opened_in(array: Any) -> list[Opened]:
     origins = [o for lazy in lazies_in(array).values() for o in islice(lazy.tensor_origins, 1)]
     return [origin.opened for origin in origins if origin.opened is not None]

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray, Opened, Origin
     from xckpt.datasets.tensors import OpenTensors
 
-__all__ = ["IN_MEMORY", "Loss", "SourceShapes", "losses"]
+__all__ = ["Loss", "SourceShapes", "losses"]
 
-#: Beginning of the names of layers of arrays in memory, as dask names them.
-IN_MEMORY = "array-"
+# Beginning of the names of layers of arrays in memory, as dask names them.
+_IN_MEMORY = "array-"
 
 
 _ONE_SIDE = (
@@ -122,7 +122,7 @@ class _Uses:
                 name
                 for name, layer in layers.items()
                 # An array that broadcasts is a factor, and no tensor of a Dataset.
-                if name.startswith(IN_MEMORY) and not _broadcasts(layer, array)
+                if name.startswith(_IN_MEMORY) and not _broadcasts(layer, array)
             )
         )
 

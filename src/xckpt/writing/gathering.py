@@ -22,10 +22,10 @@ import xarray as xr
 from xckpt import formats
 from xckpt.arrays.converted import densified, element_type, is_sparse
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.graph import lazies_in, lazy_of, with_blocks
+from xckpt.arrays.graph import is_combined, lazies_in, lazy_of, with_blocks
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.datasets.combining import factor_changes, unrounded
-from xckpt.datasets.losses import IN_MEMORY, SourceShapes, losses
+from xckpt.datasets.losses import SourceShapes, losses
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.datasets.variables import WIDENED, mapped_arrays
@@ -490,9 +490,7 @@ def _dims_in_order(
     None if arithmetic of several arrays did not change the order.
     """
     array, dims = tensor.array, tuple(map(str, tensor.variable.dims))
-    layers = getattr(getattr(array, "dask", None), "layers", ())
-    in_memory = [layer for layer in layers if layer.startswith(IN_MEMORY)]
-    if len(lazies_in(array)) + len(in_memory) < 2:
+    if not is_combined(array):
         return None
     if dims != axes and sorted(dims) == sorted(axes):
         return axes
