@@ -56,20 +56,21 @@ def turned_alone(
     """Return new explanations of matrices that are transposed, or not, unlike all others."""
     matrices = list(_matrices(cases, explanations, places))
     reasons = _among_roles(matrices)
+    witnesses = [matrix for matrix in matrices if not matrix.is_square]
+    of_matrices = [matrix for matrix in witnesses if not matrix.is_kernel]
+    upright = sum([matrix.is_counted for matrix in of_matrices])
+    shows_upright = upright >= _FEWEST_WITNESSES and not any(m.is_turned for m in of_matrices)
     of_leaves: dict[tuple[str, ...], Counter[bool]] = defaultdict(Counter)
-    of_matrices: Counter[bool] = Counter()
-    for witness in [matrix for matrix in matrices if matrix.is_counted and not matrix.is_square]:
-        of_leaves[witness.leaves][witness.is_turned] += 1
-        of_matrices[witness.is_turned] += not witness.is_kernel
-    for matrix in matrices:
-        of_leaf = of_leaves[matrix.leaves]
-        is_alone = matrix.is_square and not matrix.is_turned and not of_leaf[False]
-        if matrix.is_turned and not of_matrices[True] and not places.are_turned(matrix.names):
-            if of_matrices[False] >= _FEWEST_WITNESSES:
-                text = f"the {of_matrices[False]:,} matrices that are not square were not"
-                reasons.setdefault(matrix, text)
-        elif is_alone and of_leaf[True] >= _FEWEST_WITNESSES:
-            reasons.setdefault(matrix, f"the {of_leaf[True]:,} that are not square were")
+    for witness in witnesses:
+        of_leaves[witness.leaves][witness.is_turned] += witness.is_counted
+    for matrix in [matrix for matrix in matrices if not matrix.is_kernel]:
+        counts = of_leaves[matrix.leaves]
+        if matrix.is_turned and shows_upright and not places.are_turned(matrix.names):
+            text = f"the {upright:,} matrices that are not square were not"
+            reasons.setdefault(matrix, text)
+        shows_turned = counts[True] >= _FEWEST_WITNESSES and not counts[False]
+        if matrix.is_square and not matrix.is_turned and shows_turned:
+            reasons.setdefault(matrix, f"the {counts[True]:,} that are not square were")
     return _accused(cases, explanations, reasons)
 
 
@@ -110,7 +111,8 @@ def _matrices(
         ndim = len(shapes[0])
         if ndim > 1 and len(shapes[-1]) == ndim and places.may_be_turned(names):
             turns = [step.axes for step in explanation.steps if isinstance(step, Transposed)]
-            is_turned = "transposed" in explanation.causes and (ndim == 2 or turns[0][0] != 0)
+            is_moved = ndim == 2 or any(axes[0] != 0 for axes in turns)
+            is_turned = "transposed" in explanation.causes and is_moved
             is_square = ndim == 2 and len({*shapes[0]}) == 1
             is_counted = cases[n].status != "only_b" or "split" in explanation.causes
             yield _Matrix(n, names, is_turned, is_square, ndim > 2, is_counted)
