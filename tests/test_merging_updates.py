@@ -411,7 +411,7 @@ class TestObjects:
 
     @pytest.mark.parametrize("kind", SELECTIONS)
     def test_stacked_models_stay_stacked(self, kind: str, tmp_path: Path) -> None:
-        models = []
+        models: list[Any] = []
         for seed in (1, 2):
             path = tmp_path / f"{seed}.safetensors"
             xckpt.save({name: numbers(4, 3, seed=seed) for name in (*LAYERS, "norm")}, path)

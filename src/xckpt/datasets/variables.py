@@ -176,7 +176,7 @@ class LazyVariable(xr.Variable):
         """Assign as xarray does, but keep integers that the type cannot hold for an error."""
         if not _fits(value, self.dtype):
             self.data = data_of(_widened(self))
-        super().__setitem__(key, value)
+        super().__setitem__(key, value)  # type: ignore[no-untyped-call]
 
     def _unary_op(self, f: Any, *args: Any, **kwargs: Any) -> Any:
         variable = _widened(self) if f is operator.neg else self
