@@ -523,12 +523,13 @@ class TestTypesOfResults:
         save({"fc.weight": np.ones((2, 2), "f4")}, "w.safetensors")
         ds: Any = xckpt.open("w.safetensors")
         factor = torch.tensor(0.5)
-        opened: Any = xckpt.open
         state: Any = {"fc.weight": torch.ones(2, 2)}
-        for compute in (lambda: ds * factor, lambda: factor * ds, lambda: ds + state):
+        for operand in (factor, state):
             with pytest.raises(TypeError, match=r"xckpt\.open\(state_dict\).*float\(tensor\)"):
-                compute()
-        result: Any = opened(state) + ds * 0.5
+                operator.add(ds, operand)
+        with pytest.raises(TypeError, match=r"xckpt\.open\(state_dict\)"):
+            operator.mul(factor, ds)
+        result = xckpt.open(state) + ds * 0.5
         assert result["fc.weight"].values.tolist() == [[1.5, 1.5], [1.5, 1.5]]
 
     def test_merged_sums_are_rounded_once(self) -> None:
