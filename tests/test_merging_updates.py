@@ -298,12 +298,13 @@ class TestUpdates:
     ) -> None:
         xckpt.save({name: 2 * array for name, array in weights.items()}, tmp_path / "b.safetensors")
         other = xckpt.open(tmp_path / "b.safetensors")
-        mean = {
-            "mean": lambda: (base + other) / 2,
-            "scaled": lambda: 0.5 * base + 0.1 * other,
-            "selected": lambda: (base + other).ckpt.find("*weight"),
-            "stacked": lambda: (base.ckpt.stack() + other.ckpt.stack()) / 2,
-        }[kind]()
+        means: dict[str, xr.Dataset] = {
+            "mean": (base + other) / 2,
+            "scaled": 0.5 * base + 0.1 * other,
+            "selected": (base + other).ckpt.find("*weight"),
+            "stacked": (base.ckpt.stack() + other.ckpt.stack()) / 2,
+        }
+        mean = means[kind]
         with pytest.raises(ValueError, match="no tensors of an adapter"):
             base.ckpt.merge(mean)
         assert set(base.ckpt.merge(mean, scale=1)) == set(base)
@@ -315,15 +316,13 @@ class TestUpdates:
         xckpt.save({name: 2 * array for name, array in weights.items()}, tmp_path / "b.safetensors")
         other = xckpt.open(tmp_path / "b.safetensors")
         change = other - base
-        merged = base.ckpt.merge(
-            {
-                "masked": lambda: change.where(abs(change) > 0.1, 0) / 0.9,
-                "ties": lambda: xr.concat([change, change / 2], "model").mean("model").fillna(0),
-                "sum": lambda: (other - base) + (base - other) / 2,
-                "of one": lambda: base.map(lambda tensor: 0.01 * tensor),
-            }[kind]()
-        )
-        assert set(merged) == set(base)
+        changes: dict[str, xr.Dataset] = {
+            "masked": change.where(abs(change) > 0.1, 0) / 0.9,
+            "ties": xr.concat([change, change / 2], "model").mean("model").fillna(0),
+            "sum": (other - base) + (base - other) / 2,
+            "of one": base.map(lambda tensor: 0.01 * tensor),
+        }
+        assert set(base.ckpt.merge(changes[kind])) == set(base)
 
     def test_unknown_names_and_shapes_are_named(self, base: xr.Dataset) -> None:
         with pytest.raises(ValueError, match="has none of the changed tensors: 'transformer'"):
