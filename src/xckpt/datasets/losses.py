@@ -319,13 +319,13 @@ class SourceShapes:
         lazies, mapped = lazies_in(array := data_of(variable)), mapped_arrays(variable)
         shapes = {layer: self._of(layer, lazy).get(name) for layer, lazy in lazies.items()}
         sources = {layer: shape for layer, shape in shapes.items() if shape is not None}
-        named = [entry for entry in mapped if entry.name == name]
-        if not (sources or named):
-            sources, named = {layer: lazy.shape for layer, lazy in lazies.items()}, [*mapped]
-        before = dict.fromkeys((*sources.values(), *[entry.shape for entry in named]))
+        arrays = [entry for entry in mapped if entry.name == name]
+        if not (sources or arrays):
+            sources, arrays = {layer: lazy.shape for layer, lazy in lazies.items()}, [*mapped]
+        before = dict.fromkeys((*sources.values(), *[entry.shape for entry in arrays]))
         if not before or variable.ndim <= max(map(len, before)):
             return []
-        is_wider = all(entry.is_broadcast for entry in named)
+        is_wider = all(entry.is_broadcast for entry in arrays)
         is_wider &= not sources or is_broadcast(array, sources)
         return list(before) if is_wider else []
 
