@@ -906,3 +906,70 @@ class TestSizesOfParts:
 
 def names_without_config(folder: str) -> bool:
     return names(folder) == ["model.safetensors"]
+
+
+@pytest.mark.usefixtures("models")
+class TestEditedConfigs:
+    """A config that was edited in the attributes is written, as far as the tensors agree."""
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: both()[0],
+            lambda: both()[0] * 2,
+            lambda: total() / 2,
+            lambda: xckpt.open("a").compute(),
+            lambda: xckpt.open_steps("run").sel(step=2),
+        ],
+        ids=["opened", "scaled", "mean", "loaded", "step"],
+    )
+    def test_new_values_are_written(self, make: Any) -> None:
+        ds = make()
+        edited = {**LLAMA, "rope_theta": 5e5, "id2label": {"0": "no"}}
+        ds.assign_attrs(config=edited).ckpt.save("out/")
+        assert config("out") == edited
+        assert "tokenizer.json" in names("out")
+
+    def test_values_are_edited_in_place_and_removed(self) -> None:
+        ds = xckpt.open("a")
+        ds.attrs["config"]["rope_theta"] = 5e5
+        removed = next(key for key in LLAMA if key not in {"model_type", "vocab_size"})
+        del ds.attrs["config"][removed]
+        ds.ckpt.save("out/")
+        assert config("out").keys() == LLAMA.keys() - {removed} | {"rope_theta"}
+
+    def test_attributes_of_a_conversion_are_written(self) -> None:
+        xckpt.convert("a", "out/", set_attrs={"config": {**LLAMA, "rope_theta": 5e5}})
+        assert config("out") == LLAMA | {"rope_theta": 5e5}
+
+    @pytest.mark.parametrize("make", [lambda: both()[0], lambda: with_layers([0, 2])])
+    def test_a_value_that_the_tensors_contradict_is_no_config(self, make: Any) -> None:
+        edited = {**LLAMA, "num_hidden_layers": 7}
+        with pytest.warns(CheckpointWarning, match="as layer 7: the tensors have [23].*config"):
+            make().assign_attrs(config=edited).ckpt.save("out/")
+        assert "config.json" not in names("out")
+
+    def test_a_value_that_the_tensors_have_is_no_correction(self) -> None:
+        edited = {**LLAMA, "num_hidden_layers": 2}
+        with_layers([0, 2]).assign_attrs(config=edited).ckpt.save("out/")
+        assert config("out") == edited
+
+    def test_other_sizes_are_corrected_beside_it(self) -> None:
+        edited = {**LLAMA, "rope_theta": 5e5}
+        with pytest.warns(CheckpointWarning, match=r"num_hidden_layers: 2 \(was 3\)"):
+            with_layers([0, 2]).assign_attrs(config=edited).ckpt.save("out/")
+        assert config("out") == edited | {"num_hidden_layers": 2}
+
+    def test_the_config_of_another_source_is_no_edit(self) -> None:
+        Path("a/config.json").write_text(json.dumps(LLAMA | {"rope_theta": 5e5}))
+        a, b = both()
+        a.assign(b.ckpt.find("*layers*").data_vars).ckpt.save("out/")
+        assert config("out") == LLAMA
+
+    def test_a_file_that_changed_since_is_the_config(self) -> None:
+        ds = xckpt.open("a")
+        Path("a/config.json").write_text(json.dumps(LLAMA | {"rope_theta": 5e5}))
+        ds.ckpt.save("out/")
+        assert config("out") == LLAMA | {"rope_theta": 5e5}
+        ds.assign_attrs(config=LLAMA | {"bos_token_id": 3}).ckpt.save("both/")
+        assert config("both") == LLAMA | {"rope_theta": 5e5, "bos_token_id": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -610,6 +611,8 @@ def finish_dataset(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
         ds.encoding["warnings"] = index.warnings
     if index.facts:
         ds.encoding["facts"] = index.facts
+    if isinstance(config := ds.attrs.get("config"), dict):
+        ds.encoding["config"] = deepcopy(config)  # to find edits in the attributes
     if index.risks:
         ds.encoding["risks"] = index.risks
     if index.arrangement.order:

@@ -76,6 +76,26 @@ class ConfigFit:
     has_reordered_tokens: bool = False
     #: Numbers of tokens that have no row: "pad_token_id: 32".
     unknown_tokens: dict[str, None] = field(default_factory=dict)
+    #: Keys whose values the user set.
+    edited: frozenset[str] = frozenset()
+
+    def place(self, size: StatedSize) -> str:
+        """Return the path of the key of a size."""
+        parts = (f"{name}." for name, part in self.config.items() if part is size.section)
+        return f"{next(parts, '')}{size.key}"
+
+    def add_problem(self, text: str, places: Iterable[str] = ()) -> None:
+        """Add a difference that edits of these keys may explain."""
+        if self.edited.isdisjoint([place.partition(".")[0] for place in places]):
+            self.problems.append(text)
+
+    def correct(self, size: StatedSize, value: int) -> None:
+        """State another size, unless the user did."""
+        place = self.place(size)
+        section: Any = size.section  # a part of the copy
+        if place.partition(".")[0] not in self.edited:
+            self.corrections.append(f"{place}: {value} (was {size.value})")
+            section[size.key] = value
 
 
 def check_config(config: Mapping[str, Any], tensors: Sequence[Described]) -> ConfigFit:
@@ -106,10 +126,15 @@ def fit_config(
     before: Sequence[Described],
     after: Sequence[Described],
     sources: Mapping[str, Any],
+    edited: Mapping[str, Any] | None = None,
 ) -> ConfigFit:
     """Return a config with the sizes of new tensors, given the tensors that it was written for."""
     # `sources` tells where the values of new tensors come from; equal ones have equal sources.
+    # `edited` is the config with the values that the user wants for the new tensors.
     fit = ConfigFit(deepcopy(dict(config)))
+    if edited is not None:
+        keys = config.keys() | edited.keys()  # which may be removed or None
+        fit.edited = frozenset(k for k in keys if edited.get(k, ...) != config.get(k, ...))
     sizes = sizes_stated_in(fit.config)
     facts = model_facts(config if is_gguf(config) else {"config": config})
     structure = Structure(before, facts)
@@ -125,6 +150,12 @@ def fit_config(
     _fit_head(fit, Structure(after), old, sources)
     if fit.has_fewer_tokens and "vocab" in sizes:
         _check_tokens(fit, sizes["vocab"])
+    if edited is not None and fit.edited:
+        for key in fit.edited:
+            fit.config.pop(key, None)
+        fit.config |= {key: deepcopy(edited[key]) for key in edited if key in fit.edited}
+        known = check_config(config, before).problems
+        fit.problems += [p for p in check_config(fit.config, after).problems if p not in known]
     return fit
 
 
@@ -134,7 +165,7 @@ def _fit_head(
     """State that the head is not tied to the embeddings if its values are others."""
     slots = {structure[name].slot: name for name in structure if structure.param(name) == "weight"}
     head, table = (slots.get(slot) for slot in ("output", "token_embedding"))
-    if fit.config.get(_TIED) is not True or head is None:
+    if fit.config.get(_TIED) is not True or head is None or _TIED in fit.edited:
         return
     if head not in old or sources.get(head) != sources.get(table or ""):
         fit.config[_TIED] = False
@@ -259,16 +290,14 @@ def _fit_stacks(
         numbers = " and ".join([_ranges(numbers) for numbers in present])
         dim = next(iter(stacks)).rstrip(".").rpartition(".")[2]
         hint = f"ds.assign_coords({dim}=ds[{dim!r}].copy(data=range({count})))"
-        fit.problems.append(
-            f"{size.key} {size.value}: the tensors have layers {numbers} "
-            f"(opened with stack=True, {hint} renumbers them)"
-        )
+        text = f"{size.key} {size.value}: the tensors have layers {numbers} "
+        fit.add_problem(f"{text}(opened with stack=True, {hint} renumbers them)")
     elif any(len({*map(repr, kinds)}) > 1 for kinds in lists.values()):
         text = f"{size.key} {size.value}: the tensors have {count} layers; {some(list(lists), '')}"
-        fit.problems.append(f"{text} has a value for each")
+        fit.add_problem(f"{text} has a value for each", lists)
     else:
         section |= {key: kinds[:1] * count for key, kinds in lists.items()}
-        _correct(fit, size, count)
+        fit.correct(size, count)
     return {
         name
         for stem, numbers in stacks.items()
@@ -290,7 +319,8 @@ def _check_experts(
     lost = {*gone.values()}
     if size is None or not 0 < len(lost) < len({*numbers.values()} - {None}):  # none of them left
         return set()
-    fit.problems.append(f"{size.key} {size.value}: the tensors lack experts {_ranges(lost)}")
+    text = f"{size.key} {size.value}: the tensors lack experts {_ranges(lost)}"
+    fit.add_problem(text, [fit.place(size)])
     return {*gone}
 
 
@@ -305,14 +335,6 @@ def _ranges(numbers: Collection[int]) -> str:
     if len(ordered) > 2 and ordered[-1] - ordered[0] + 1 == len(ordered):
         return f"{ordered[0]} to {ordered[-1]}"
     return ", ".join(map(str, ordered[:_SHOWN])) + (", ..." if len(ordered) > _SHOWN else "")
-
-
-def _correct(fit: ConfigFit, size: StatedSize, value: int) -> None:
-    section: Any = size.section  # a part of the copy
-    parts = (f"{name}." for name, part in fit.config.items() if part is section)
-    place = f"{next(parts, '')}{size.key}"
-    fit.corrections.append(f"{place}: {value} (was {section[size.key]})")
-    section[size.key] = value
 
 
 def _missing(
@@ -381,7 +403,7 @@ def _fit_axes(
         name = min(unexplained)
         names = some(sorted(unexplained), most=_SHOWN)
         text = f"other shapes than before: {names} ({old[name]} to {new[name]})"
-        fit.problems.append(f"{text}; see {some([*keys], '')}" if keys else text)
+        fit.add_problem(f"{text}; see {some([*keys], '')}" if keys else text, keys)
 
 
 def _fit_size(
@@ -394,9 +416,11 @@ def _fit_size(
         fit.has_other_tokens = True
         fit.has_fewer_tokens = any(new < old for old, new in extents)
     if axis in _INDEPENDENT and len(extents) == 1:
-        _correct(fit, sizes[axis], next(iter(extents))[1])
+        fit.correct(sizes[axis], next(iter(extents))[1])
         return
-    stated = [f"{sizes[n].key} {sizes[n].value}" for n in axis.split("*") if n in sizes]
+    factors = [sizes[name] for name in axis.split("*") if name in sizes]
+    stated = [f"{size.key} {size.value}" for size in factors]
     new_sizes = " and ".join([str(new) for _, new in sorted(extents)])
     was = "" if axis in sizes else f" instead of {min(extents)[0]}"
-    fit.problems.append(f"{' and '.join(stated) or axis}: the tensors have {new_sizes}{was}")
+    text = f"{' and '.join(stated) or axis}: the tensors have {new_sizes}{was}"
+    fit.add_problem(text, map(fit.place, factors))

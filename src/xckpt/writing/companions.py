@@ -23,7 +23,7 @@ from xckpt.arrays.dense import OnePartArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError, some
 from xckpt.formatting import counted
-from xckpt.index import StoredList, Tensor
+from xckpt.index import Index, StoredList, Tensor
 from xckpt.opening import open_index
 from xckpt.opening.names import part_of
 from xckpt.opening.reading import CONFIGS, read_config
@@ -103,6 +103,22 @@ class Origin:
     #: Folders of the other checkpoints, and configs in the attributes by the name of their file.
     others: Sequence[Path] = ()
     configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    #: The config in the attributes when the object was opened; None for results of arithmetic.
+    opened: Any = None
+    #: The config in the attributes of the file.
+    own: Any = None
+
+    def edited(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config in the folder with the values that the user edited in the attributes."""
+        edited = self.configs.get(_CONFIG)
+        before, known = self.opened, [self.opened]
+        if before is None:
+            paths = [path for other in self.others if _is_readable(path := other / _CONFIG)]
+            before, known = config, [config, self.own, *map(_parsed, paths)]
+        if edited is None or edited in known:
+            return dict(config)
+        new = {key: value for key, value in edited.items() if before.get(key, ...) != value}
+        return {key: config[key] for key in config if key in edited or key not in before} | new
 
     def written(self, types: Mapping[str, str]) -> _Written:
         """Return the tensors in the form that is written, given the new types by name."""
@@ -174,24 +190,26 @@ def origin_of(gathered: Gathered) -> Origin:
         is_single = len(files) == 1 and part_of(files[0].name) is None
         place = files[0] if is_single else folder
         with suppress(OSError, ValueError, CheckpointError):
-            decoded, file_names = _tensors(place)
+            index, file_names = _opened(place)
+            decoded = list(index.tensors.values())
             codes = {t.name: [part.name for part in (t.stored or {}).values()] for t in decoded}
             parts = [part for t in decoded for part in (t.stored or {t.name: t}).values()]
             stored = {part.name: part for part in parts}.values()
             described = _described(stored), _described(decoded)
             others = [other for other in folders if other != folder]
-            origins.append(Origin(folder, file_names, *described, codes, others, configs))
+            attrs = gathered.config, index.attrs.get("config")
+            origins.append(Origin(folder, file_names, *described, codes, others, configs, *attrs))
             # An adapter may set more tensors than its base keeps, but has other names.
             if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
                 return origins[-1]
     return origins[0] if origins else Origin(configs=configs)
 
 
-def _tensors(path: Path) -> tuple[list[Tensor], list[str]]:
-    """Return the tensors of a checkpoint, and the names of its files."""
+def _opened(path: Path) -> tuple[Index, list[str]]:
+    """Return the index of a checkpoint, and the names of its files."""
     source, index = open_index(str(path), silent=True, missing="ignore")
     source.close()
-    return list(index.tensors.values()), [Path(file.name).name for file in files_of(source)]
+    return index, [Path(file.name).name for file in files_of(source)]
 
 
 def _described(tensors: Iterable[Tensor]) -> list[Described]:
@@ -259,7 +277,12 @@ def companions_of(
     stated = {name: config for name, config in origin.configs.items() if name not in files}
     config = (parsed | stated).get(_CONFIG) or {}
     sources = {tensor.name: _source(tensor) for tensor in tensors.values()}
-    fit = fit_config(config, before, after, sources) if before else check_config(config, after)
+    edited = origin.edited(config)
+    fit = (
+        fit_config(config, before, after, sources, edited)
+        if before
+        else check_config(config, after)
+    )
     if fit.missing and tensors.keys().isdisjoint(tensor.name for tensor in before):
         return Companions({})  # such as updates, which describe another model
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)

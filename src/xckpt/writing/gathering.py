@@ -189,7 +189,8 @@ def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
     ordered = "format" not in root.encoding or root.encoding.get("ordered", False)
     order = [payload.name for payload in payloads] if ordered else ()
     arrangement = Arrangement(tuple(coords), tuple(order), modules)
-    return Gathered(payloads, attrs, arrangement, obj.encoding.get("attr_types", {}), opened)
+    types = obj.encoding.get("attr_types", {})
+    return Gathered(payloads, attrs, arrangement, types, opened, root.encoding.get("config"))
 
 
 def opened_as(obj: Any, format: str) -> Index | None:

@@ -77,6 +77,7 @@ class Gathered(NamedTuple):
     arrangement: Arrangement
     attr_types: Mapping[str, str]  # element types that attributes have in the old file
     opened: str = ""  # path or URL that they were opened from
+    config: Any = None  # in the attributes when they were opened
 
 
 def stored_payload(
