@@ -119,8 +119,7 @@ class StackMarks(dict[str, StackRecord]):
         self, name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
     ) -> StackRecord | None:
         """Return a record for a computed variable of another name, or of fewer dimensions."""
-        made = {dim for record in self.values() for dim in record.dims}
-        stacked = made.intersection(variable.dims)
+        stacked = {dim for record in self.values() for dim in record.dims if dim in variable.dims}
         for record in self.values() if stacked else ():
             if (
                 record.present is None
@@ -214,7 +213,8 @@ def remember_stack(
             is_kept(record, dim, variable, indexes) for dim in record.dims
         ):
             return _with_record(variable, record)
-    for marks in map(marks_of, indexes.values()):
+    for index in [indexes[dim] for dim in variable.dims if dim in indexes]:
+        marks = marks_of(index)
         if (record := marks.numbered(str(name), variable, indexes)) is not None:
             return _with_record(variable, record)
     return variable

@@ -252,9 +252,9 @@ class OpenTensors:
 
     def unnumbered(self) -> list[str]:
         """Return the variables along stacked dimensions that are no stacks of tensors."""
-        made = {name for name, coord in self.coords.items() if is_made_by_stacking(coord)}
-        variables = self.variables.items() if made else ()
-        return [str(n) for n, v in variables if stack_of(v) is None and made.intersection(v.dims)]
+        dims = {name for name, coord in self.coords.items() if is_made_by_stacking(coord)}
+        variables = self.variables.items() if dims else ()
+        return [str(n) for n, v in variables if stack_of(v) is None and dims.intersection(v.dims)]
 
     def stacked_dims(self) -> dict[str, xr.Variable | None]:
         """Return the coordinates of the dimensions that stacking made, without those of steps."""

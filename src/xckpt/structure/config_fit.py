@@ -133,8 +133,8 @@ def fit_config(
     # `edited` is the config with the values that the user wants for the new tensors.
     fit = ConfigFit(deepcopy(dict(config)))
     if edited is not None:
-        keys = config.keys() | edited.keys()  # which may be removed or None
-        fit.edited = frozenset(k for k in keys if edited.get(k, ...) != config.get(k, ...))
+        keys = [*config, *edited]  # which may be removed or None
+        fit.edited = frozenset([k for k in keys if edited.get(k, ...) != config.get(k, ...)])
     sizes = sizes_stated_in(fit.config)
     facts = model_facts(config if is_gguf(config) else {"config": config})
     structure = Structure(before, facts)
@@ -154,8 +154,8 @@ def fit_config(
         for key in fit.edited:
             fit.config.pop(key, None)
         fit.config |= {key: deepcopy(edited[key]) for key in edited if key in fit.edited}
-        known = check_config(config, before).problems
-        fit.problems += [p for p in check_config(fit.config, after).problems if p not in known]
+        unedited = check_config(config, before).problems
+        fit.problems += [p for p in check_config(fit.config, after).problems if p not in unedited]
     return fit
 
 
@@ -251,7 +251,7 @@ def _size_of_stack(
 ) -> StatedSize | None:
     """Return the stated number of layers of a stack: of its tower or part, or of the model."""
     words = {*re.split(r"[._/]", stem)}
-    towers = [
+    towers: list[Mapping[str, Any]] = [
         section
         for key, section in config.items()
         if isinstance(section, dict) and key.removesuffix("_config") in words
@@ -391,8 +391,9 @@ def _fit_axes(
         shapes = zip(old[name], new[name], strict=True)
         for axis, pair in zip(structure[name].axes, shapes, strict=True):
             # Other axes may have the same extent, such as labels and layers.
-            is_size = axis in sizes and sizes[axis].value == pair[0]
-            if axis is not None and (is_size or (axis not in sizes and "*" in axis)):
+            size = sizes.get(axis or "")
+            is_size = size.value == pair[0] if size is not None else "*" in (axis or "")
+            if axis is not None and is_size:
                 extents[axis].add(pair)
             elif pair[0] != pair[1]:
                 unexplained[name] = None

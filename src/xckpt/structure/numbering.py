@@ -336,24 +336,23 @@ def renamed_template(template: Template, name: str) -> tuple[str | int | None, .
     word = ""
     indices: dict[int, list[tuple[str, int | None]]] = {}
     listed = tokens(template)
-    known = {token for _, token in listed}
-    others = (n for n, w in enumerate(words) if w not in known and names_repeated_modules(w))
+    old_tokens = {token for _, token in listed}
+    repeated = (n for n, w in enumerate(words) if w not in old_tokens and names_repeated_modules(w))
     for joint, token in listed:
         if isinstance(token, str):
             word = token
             old_words[word] += 1
             continue
-        places = [n for n, other in enumerate(words) if other == word][old_words[word] - 1 :]
-        place = places[0] if places else next(others, None)
+        places = [n for n, w in enumerate(words) if w == word][old_words[word] - 1 :]
+        place = places[0] if places else next(repeated, None)
         if place is None:
             return None
         indices.setdefault(place, []).append((joint, token))
     pieces: list[str | int | None] = []
     for position, piece in enumerate(_BEFORE_SEPARATOR.split(name)):
-        is_fixed = position > 0 and is_index(words[position])
-        for joint, index in [(piece[:1], words[position])] if is_fixed else []:
-            _append_index(pieces, joint, index)
-        if not is_fixed:
+        if position > 0 and is_index(words[position]):  # the same in all names
+            _append_index(pieces, piece[:1], words[position])
+        else:
             pieces.append(piece)
         for joint, index in indices.get(position, ()):
             _append_index(pieces, joint, index)

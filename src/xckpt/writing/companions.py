@@ -106,16 +106,16 @@ class Origin:
     #: The config in the attributes when the object was opened; None for results of arithmetic.
     opened: Any = None
     #: The config in the attributes of the file.
-    own: Any = None
+    in_file: Any = None
 
     def edited(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config in the folder with the values that the user edited in the attributes."""
         edited = self.configs.get(_CONFIG)
-        before, known = self.opened, [self.opened]
+        before, unedited = self.opened, [self.opened]
         if before is None:
-            paths = [path for other in self.others if _is_readable(path := other / _CONFIG)]
-            before, known = config, [config, self.own, *map(_parsed, paths)]
-        if edited is None or edited in known:
+            paths = [path for folder in self.others if _is_readable(path := folder / _CONFIG)]
+            before, unedited = config, [config, self.in_file, *map(_parsed, paths)]
+        if edited is None or edited in unedited:
             return dict(config)
         new = {key: value for key, value in edited.items() if before.get(key, ...) != value}
         return {key: config[key] for key in config if key in edited or key not in before} | new
