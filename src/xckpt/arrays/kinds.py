@@ -141,6 +141,24 @@ def magnitudes(values: Array) -> Array:
     return sizes
 
 
+def prepared(values: Array, kind: Kind) -> Array:
+    """Return values, or magnitudes, as the compiled loops need them: contiguous and writable."""
+    dtype = kind.unsigned if kind.exact else kind.dtype
+    if values.dtype != dtype:
+        if values.dtype.kind == "c":
+            values = magnitudes(values)
+        elif kind.exact and values.dtype.itemsize == dtype.itemsize:
+            values = values.view(dtype)
+        else:
+            values = values.astype(dtype)
+    flags = values.flags
+    if not (flags.c_contiguous and flags.aligned and flags.writeable):
+        values = values.copy()
+    if kind.bits < 8 and kind.dtype.kind == "V":
+        values = values & np.uint8((1 << kind.bits) - 1)
+    return values
+
+
 @cache
 def kind_named(name: str) -> Kind:
     """Return the kind of a type; raise KeyError unless arrays of real numbers can have it."""

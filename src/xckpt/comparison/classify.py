@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from xckpt.comparison.arrangements import Padded, RopePermuted, Step
 from xckpt.comparison.names import role_of
-from xckpt.comparison.relations.causes import Elementwise, Relation
-from xckpt.comparison.relations.rounding import FRACTION_BITS, Transform
+from xckpt.comparison.relations.causes import FRACTION_BITS, Elementwise, Relation, Transform
 from xckpt.formatting import counted
 
 if TYPE_CHECKING:

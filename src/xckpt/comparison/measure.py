@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from xckpt.arrays.kinds import kind_named
+from xckpt.arrays.kinds import kind_named, prepared
 from xckpt.arrays.streams import LEAF, ChunkedZip, Zip
 from xckpt.comparison.pair_loops import SUMS, TINY, add_up, compare_floats, fold_sums
 from xckpt.comparison.pairs import SameBytes, stored_pair
@@ -19,7 +19,6 @@ from xckpt.labels.filters import suggest_names
 from xckpt.progress import Progress
 from xckpt.scan.scanning import Accumulator, MergeTree, gather, runs
 from xckpt.scan.statistics_cache import rows_of
-from xckpt.statistics.counts import prepared
 from xckpt.statistics.tables import STATUSES
 from xckpt.statistics.vector_kernel import LANES
 

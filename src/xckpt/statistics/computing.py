@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 import numpy as np
 
+from xckpt.arrays.kinds import prepared
 from xckpt.index import paused_collector
 from xckpt.options import ScanOptions, takes
 from xckpt.progress import Progress
@@ -18,7 +19,7 @@ from xckpt.scan.scanning import Accumulator, gather, load_cached
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics import block_loops
 from xckpt.statistics.channel_sketches import ChannelSketch, channel_statistics, width_of
-from xckpt.statistics.counts import Sketch, codes_of, prepared
+from xckpt.statistics.counts import Sketch, codes_of
 from xckpt.statistics.definitions import (
     FIRST_QUANTILE,
     STATISTICS,

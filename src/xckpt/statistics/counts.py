@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from xckpt.arrays.kinds import Kind, kind_named, magnitudes
+from xckpt.arrays.kinds import Kind, kind_named, prepared
 from xckpt.arrays.streams import LEAF
 from xckpt.scan.scanning import BLOCK_NBYTES, Accumulator, MergeTree, runs
 from xckpt.statistics import block_loops
@@ -466,21 +466,3 @@ def codes_of(kind: Kind, values: Array) -> Array:
     bits = 8 * values.itemsize
     patterns: Array = values.view(f"u{values.itemsize}") >> (bits - kind.code_bits)
     return patterns.astype(np.uint32)
-
-
-def prepared(values: Array, kind: Kind) -> Array:
-    """Return values, or magnitudes, as the compiled loops need them: contiguous and writable."""
-    dtype = kind.unsigned if kind.exact else kind.dtype
-    if values.dtype != dtype:
-        if values.dtype.kind == "c":
-            values = magnitudes(values)
-        elif kind.exact and values.dtype.itemsize == dtype.itemsize:
-            values = values.view(dtype)
-        else:
-            values = values.astype(dtype)
-    flags = values.flags
-    if not (flags.c_contiguous and flags.aligned and flags.writeable):
-        values = values.copy()
-    if kind.bits < 8 and kind.dtype.kind == "V":
-        values = values & np.uint8((1 << kind.bits) - 1)
-    return values

@@ -15,7 +15,7 @@ import numpy as np
 
 from xckpt.arrays.lazy import dense_values as in_memory
 from xckpt.comparison.explaining.outcome import Explanation
-from xckpt.comparison.relations.rounding import FRACTION_BITS, spacing_of
+from xckpt.comparison.relations.causes import FRACTION_BITS, spacing_of
 from xckpt.errors import locating
 from xckpt.scan.cluster import send_out
 from xckpt.statistics.spectra import blas_threads

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from xckpt.comparison.arrangements import Padded, Transposed, Truncated, arranged, part_of, undone
-from xckpt.comparison.explaining.conversions import converted, partly_converted
-from xckpt.comparison.explaining.folding import folded
+from xckpt.comparison.explaining.conversions import converted, folded, partly_converted
 from xckpt.comparison.explaining.joining import joined
 from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
-from xckpt.comparison.explaining.orientation import turned_alone
 from xckpt.comparison.explaining.outcome import (
     ALONE,
     SIDES,
@@ -31,6 +29,7 @@ from xckpt.comparison.explaining.outcome import (
 )
 from xckpt.comparison.explaining.siblings import (
     claimed_twice,
+    turned_alone,
     unlike_few_siblings,
     unlike_module,
     unlike_norms,
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.streams import ChunkedZip, ElementStream, Zip
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.classify import Places
-    from xckpt.comparison.explaining.joints import Joint
+    from xckpt.comparison.explaining.joining import Joint
     from xckpt.comparison.explaining.outcome import Case
     from xckpt.comparison.merges import Merges
     from xckpt.progress import ProgressOption
@@ -473,7 +472,7 @@ def _changed(
         for n, (a, b, link, steps) in enumerate(same)
         if link.likely is None and not steps and link.correlation >= NEAR
     }
-    low = low_ranks(near, work.bar)
+    low = low_ranks(near, work.bar) if near else {}
     groups = [_by_content(sketches.values()) for sketches in work.sketches]
     pairs = [pair_of(a.stream, b.stream, a.name) for a, b, *_ in same]
     for n, (entry, measures) in enumerate(zip(same, work.compare(pairs), strict=True)):
@@ -541,7 +540,8 @@ def described(work: Work) -> Explanations:
             explanations[n] = Explanation(("unknown",), unlike(link), holds=False)
         elif pair is not None and (link is None or link.correlation >= NEAR):
             near[n] = pair
-    explanations |= low_ranks(near, work.bar)
+    if near:
+        explanations |= low_ranks(near, work.bar)
     explanations |= _extended(work, [n for n in unexplained if n not in explanations])
     for n in unexplained:
         case = work.cases[n]

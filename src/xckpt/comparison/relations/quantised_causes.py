@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.compiling import compiled, inlined, within
-from xckpt.comparison.relations.causes import LIKELY, Relation, SampledPairs
+from xckpt.comparison.relations.causes import (
+    FRACTION_BITS,
+    LIKELY,
+    UNCHANGED,
+    Relation,
+    SampledPairs,
+    Transform,
+)
 from xckpt.comparison.relations.quantisers import (
     OF_BLOCKS,
     REPEATED,
     TableQuantiser,
     possible_quantisers,
 )
-from xckpt.comparison.relations.rounding import FRACTION_BITS, UNCHANGED, Transform
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ from xckpt.arrays.dequantize import decode
 from xckpt.arrays.kinds import kind_named
 from xckpt.arrays.scaled import QuantizedArray
 from xckpt.arrays.streams import ArrayStream
-from xckpt.comparison.relations.rounding import FRACTION_BITS
+from xckpt.comparison.relations.causes import FRACTION_BITS
 from xckpt.elements import BLOCK_TYPES
 
 if TYPE_CHECKING:

@@ -21,7 +21,15 @@ from xckpt.comparison.measure import (
     with_same_bytes,
 )
 from xckpt.comparison.pairs import is_in_c_order, pair_of, stream_of_view
-from xckpt.comparison.relations.causes import LIKELY, Elementwise, Relation, SampledPairs
+from xckpt.comparison.relations.causes import (
+    FRACTION_BITS,
+    LIKELY,
+    Elementwise,
+    Relation,
+    SampledPairs,
+    Transform,
+    spacing_of,
+)
 from xckpt.comparison.relations.quantised_causes import (
     Quantised,
     WithinScales,
@@ -29,7 +37,6 @@ from xckpt.comparison.relations.quantised_causes import (
     suspect_quantised,
 )
 from xckpt.comparison.relations.quantisers import graded
-from xckpt.comparison.relations.rounding import FRACTION_BITS, Transform, spacing_of
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.scan.scanning import Accumulator, gather
 from xckpt.storage.limits import cpu_count
