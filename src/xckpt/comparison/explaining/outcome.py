@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import nan
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -183,13 +184,7 @@ class Explanation:
     @property
     def outcome(self) -> Outcome:
         """Outcome of the tensor, from its causes."""
-        causes = set(self.causes)
-        if causes.intersection(ALONE):
-            return "unmatched"
-        if "unreadable" in causes:
-            return "unreadable"
-        admitted = ADMITTED | (_ADMITTED_IF_KNOWN if self.is_known else frozenset())
-        return "explained" if self.holds and causes <= admitted else "changed"
+        return _outcome_of(self.causes, self.holds, self.is_known)
 
     @property
     def verified(self) -> bool:
@@ -219,6 +214,16 @@ class Explanation:
         elif self.changes:
             text = f"{text}; {self.text}"
         return replace(self, causes=("renamed", *self.changes), text=text, other_names=(partner,))
+
+
+@lru_cache(maxsize=1024)
+def _outcome_of(causes: tuple[str, ...], holds: bool, is_known: bool) -> Outcome:  # noqa: FBT001
+    if not {*ALONE}.isdisjoint(causes):
+        return "unmatched"
+    if "unreadable" in causes:
+        return "unreadable"
+    admitted = ADMITTED | (_ADMITTED_IF_KNOWN if is_known else frozenset())
+    return "explained" if holds and admitted.issuperset(causes) else "changed"
 
 
 _ByOutcome = dict[str, list[tuple[str, Explanation]]]
