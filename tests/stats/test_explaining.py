@@ -380,6 +380,24 @@ def test_exchanged_heads() -> None:
     assert row.loc["w", "cause"] == "rows_permuted"
 
 
+def test_a_rounded_tensor_is_verified_in_the_pass_that_measures_it(tmp_path: Path) -> None:
+    w = np.random.default_rng(0).standard_normal((2048, 1024), np.float32)
+    sources = []
+    for name, values in {"a": w, "b": w.astype(np.float16).astype(np.float32)}.items():
+        path = tmp_path / f"{name}.safetensors"
+        xckpt.save({"w": values}, path)
+        sources.append(CountingSource(path.read_bytes()))
+    sides = [
+        make_dataset(source, formats.get("safetensors").read(source), OpenOptions())
+        for source in sources
+    ]
+    table = explained(*sides)
+    assert table.loc["w", "cause"] == "rounded"
+    assert max(source.nbytes_read for source in sources) < 1.2 * w.nbytes
+    plain = xckpt.compare(*sides, progress=False)
+    assert table.loc["w", "rel_l2"] == plain["w"].sel(statistic="rel_l2").item()
+
+
 def test_a_large_matrix_with_permuted_rows_is_read_few_times(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     w = rng.standard_normal((8192, 1024), np.float32)
