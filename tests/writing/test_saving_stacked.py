@@ -284,7 +284,7 @@ QUERY, KEY, HEAD = "bert.layer.{}.query.bias", "bert.layer.{}.key.bias", "bert.h
 
 
 def numbers_of(path: Path) -> dict[str, list[float]]:
-    return {name: v.values.ravel().tolist() for name, v in xckpt.open(path).data_vars.items()}
+    return {str(n): v.values.ravel().tolist() for n, v in xckpt.open(path).data_vars.items()}
 
 
 @pytest.mark.filterwarnings("ignore:.*tensors that shared their bytes")

@@ -92,7 +92,9 @@ class StackRecord:
         suffix = self.suffix if name.endswith(self.suffix) else ""
         prefix = f"{self.run}." if self.run else ""
         template = renamed_template(self.template, prefix + name.removesuffix(suffix))
-        return template and replace(self, template=template, suffix=suffix, name=name)
+        if template is None:
+            return None
+        return replace(self, template=template, suffix=suffix, name=name)
 
     def is_one_step(self, dims: Collection[Hashable]) -> bool:
         """Return whether a variable with these dimensions is a single step of a run."""
