@@ -897,7 +897,8 @@ class TestSizesOfParts:
         assert names_without_config("out")
 
     def test_a_width_without_a_value_is_named(self) -> None:
-        layers = {f"transformer.h.{n}.mlp.c_fc.weight": (8, 32) for n in range(2)}
+        names = [f"transformer.h.{n}.mlp.c_fc.weight" for n in range(2)]
+        layers: dict[str, tuple[int, ...]] = dict.fromkeys(names, (8, 32))
         self.write({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_inner": None}, layers)
         with pytest.warns(CheckpointWarning, match=r"other shapes than before.*; see 'n_inner'"):
             xckpt.open("base").isel(ff=slice(16)).ckpt.save("out/")
