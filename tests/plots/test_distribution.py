@@ -155,7 +155,7 @@ def test_spectra_of_tensors_that_are_not_finite_are_errors(flat: xr.Dataset) -> 
 
 def test_a_spectrum_of_less_than_full_rank_has_the_known_values() -> None:
     ds = xr.Dataset({"w": (("out", "in"), np.outer(np.arange(1, 9), np.ones(4)).astype("f4"))})
-    (values,) = (line.get_ydata() for line in Plots(ds).spectrum("w").lines[:1])
+    (values,) = (np.asarray(line.get_ydata()) for line in Plots(ds).spectrum("w").lines[:1])
     np.testing.assert_allclose(values, [np.sqrt(4 * 204)])
 
 

@@ -595,7 +595,9 @@ class TestSiblings:
     @pytest.mark.parametrize("is_exchanged", [False, True])
     @pytest.mark.parametrize("gates", ["ifgo", "rzn"])
     def test_have_gates_in_one_order(self, gates: str, is_exchanged: bool) -> None:
-        normal, ours, theirs = self.normal(), {}, {}
+        normal = self.normal()
+        ours: dict[str, Array] = {}
+        theirs: dict[str, Array] = {}
         for n, kind in product(range(2), "ih"):
             kernels = {f"params/cell_{n}/{kind}{gate}/kernel": normal(24, 32) for gate in gates}
             parts = [values.T for values in kernels.values()]
