@@ -444,8 +444,8 @@ def excess_zeros(values: Array, converted: Array) -> int:
     if not _can_vanish(values.dtype, converted.dtype):
         return 0
     is_half = converted.dtype.name == "float16"  # which numpy compares slowly
-    kept = int(np.count_nonzero(converted.view("u2") << 1 if is_half else converted))
-    return -kept if kept == values.size else int(np.count_nonzero(values)) - 2 * kept
+    nonzeros = int(np.count_nonzero(converted.view("u2") << 1 if is_half else converted))
+    return -nonzeros if nonzeros == values.size else int(np.count_nonzero(values)) - 2 * nonzeros
 
 
 @lru_cache

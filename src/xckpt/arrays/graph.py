@@ -89,9 +89,9 @@ def lazies_in(array: Any) -> dict[str, LazyArray]:
 
 def reopened(array: da.Array, separate: Callable[[Opened], Opened]) -> da.Array:
     """Return an array that knows other tensors as those that were opened with its own."""
-    known = lazies_in(array)
-    lazies = {name: lazy.reopened(separate) for name, lazy in known.items()}
-    if all(lazies[name] is known[name] for name in known):
+    before = lazies_in(array)
+    lazies = {name: lazy.reopened(separate) for name, lazy in before.items()}
+    if all(lazies[name] is before[name] for name in before):
         return array
     if is_stored(array):
         return tensor_array(lazies[array.name], array.name, array.chunks, array._meta)  # noqa: SLF001
@@ -103,21 +103,21 @@ def reopened(array: da.Array, separate: Callable[[Opened], Opened]) -> da.Array:
 
 def with_sources(array: Any, operands: Iterable[Any]) -> Any:
     """Return a result that knows of each operand whether its tensors were stacked."""
-    known = lazies_in(array)
+    before = lazies_in(array)
     # Stacked or not, arrays of one file have the same names, and the graph keeps one of them.
-    others = {
+    hidden = {
         f"{name}-other": lazy
         for operand in operands
         for name, lazy in lazies_in(operand).items()
-        if name in known
-        and lazy is not known[name]
-        and _has_stacks(lazy) != _has_stacks(known[name])
+        if name in before
+        and lazy is not before[name]
+        and _has_stacks(lazy) != _has_stacks(before[name])
     }
-    if not others:
+    if not hidden:
         return array
     # Nothing reads these layers.
     return _with_layers(
-        array, {name: TensorLayer(lazy, name, lazy.chunks(_SMALL)) for name, lazy in others.items()}
+        array, {name: TensorLayer(lazy, name, lazy.chunks(_SMALL)) for name, lazy in hidden.items()}
     )
 
 
@@ -210,8 +210,8 @@ def selected_in(array: Any) -> Selected | None:
             for chosen in noted:
                 after = positions.get(chosen.dim, slice(None))
                 positions[chosen.dim] = np.asarray(chosen.positions)[after]
-        name, *others = array.dask.dependencies[name]
-        if others:
+        name, *operands = array.dask.dependencies[name]
+        if operands:
             return None
     layer = array.dask.layers[name] if positions else None
     if not isinstance(layer, TensorLayer):

@@ -429,7 +429,7 @@ def summed(
 
 
 def compared(pairs: Sequence[Zip | ChunkedZip], bar: Progress, *, cache: bool) -> list[Comparison]:
-    """Compare pairs of tensors; those that have the same stored bytes are not decoded."""
+    """Compare pairs of tensors; the same stored bytes are not decoded."""
     finish = lambda _, comparison: comparison  # noqa: E731
     compare_bytes = partial(with_same_bytes, pairs, bar)
     return gather(pairs, Comparison, finish, bar, cache=cache, shortcut=compare_bytes)

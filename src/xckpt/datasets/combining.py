@@ -52,7 +52,7 @@ _AVERAGED = (
     "(base.ckpt.merge(x, scale=.5).ckpt.merge(y, scale=.5) adds the mean of the updates, and "
     "xckpt.extract_adapter makes an adapter of the result)"
 )
-#: What no scale multiplies, with the kinds of adapters.
+#: Parts that no scale multiplies, by the kind of adapter.
 _UNSCALED = {
     "tensors of the adapter that replace tensors of the model, as modules_to_save do,": (
         "saved", "rows", "ia3",
@@ -365,7 +365,7 @@ class _Unrounded(NamedTuple):
 
     name: str  # of the rounded dask array, which shows that it is unchanged
     array: Any  # of this merge, which starts from the rounded values of the one before
-    total: Any  # of this merge and all before, none of which is rounded
+    total: Any  # of this merge and all before, without rounding between them
 
 
 def unrounded(variable: xr.Variable) -> _Unrounded | None:

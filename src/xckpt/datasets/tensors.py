@@ -251,7 +251,7 @@ class OpenTensors:
         return unstacked_variables(self.variables, self._indexes_of, order)
 
     def unnumbered(self) -> list[str]:
-        """Return the variables along stacked dimensions that are no stacks of tensors."""
+        """Return the variables along stacked dimensions other than stacks of tensors."""
         dims = {name for name, coord in self.coords.items() if is_made_by_stacking(coord)}
         variables = self.variables.items() if dims else ()
         return [str(n) for n, v in variables if stack_of(v) is None and dims.intersection(v.dims)]

@@ -47,7 +47,7 @@ class Payload(WantedTensor):
     #: Whether computed values are rounded: to the integers that the tensor is made of, or, if they
     #: are merged, to the type of the model.
     rounds: bool = False
-    #: What to write in another type, which was not rounded before; None for the same data.
+    #: Data for another type, not rounded before; None for the same data.
     wide_data: Mapping[str, Any] | None = None
     #: Warning of a type that is wider than those of all sources; empty without one.
     widened: str = ""

@@ -141,9 +141,9 @@ def _mark_held(codes: Any, scale: Any, low: Any, values: Any, is_held: Any) -> A
     for row in range(codes.shape[0]):
         step, first = scale[row, 0], low[row, 0]
         for column in range(codes.shape[1]):
-            held = values[row, column] == step * np.rint(codes[row, column]) + first
-            is_held[row, column] = held
-            count += held
+            equal = values[row, column] == step * np.rint(codes[row, column]) + first
+            is_held[row, column] = equal
+            count += equal
     return count
 
 

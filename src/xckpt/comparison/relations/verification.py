@@ -327,10 +327,10 @@ def compare_and_examine(
     for n, link in related.items():
         if link.evidence is not None and link.evidence.measures is not None:
             comparisons[n] = link.evidence.measures
-    others = [n for n in range(len(pairs)) if n not in comparisons]
+    uncompared = [n for n in range(len(pairs)) if n not in comparisons]
     finish = lambda _, comparison: comparison  # noqa: E731
-    remaining = gather([pairs[n] for n in others], Comparison, finish, bar, cache=cache)
-    comparisons |= zip(others, remaining, strict=True)
+    remaining = gather([pairs[n] for n in uncompared], Comparison, finish, bar, cache=cache)
+    comparisons |= zip(uncompared, remaining, strict=True)
     return [comparisons[n] for n in range(len(pairs))]
 
 
