@@ -39,7 +39,7 @@ from xckpt.comparison.relations.verification import Attempt, Link, Side, examine
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from xckpt.comparison.explaining.passes import Explanations, Work
+    from xckpt.comparison.explaining.work import Explanations, Work
     from xckpt.structure import Structure
     from xckpt.typing import Array
 

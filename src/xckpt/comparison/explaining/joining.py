@@ -26,6 +26,7 @@ from xckpt.comparison.arrangements import (
     undone,
 )
 from xckpt.comparison.explaining.outcome import ALONE, Share, of_joint, related, unlike
+from xckpt.comparison.explaining.work import Joint, JointPart
 from xckpt.comparison.names import Order, analogous, begun_alike, likeness, out_of_order, spelled
 from xckpt.comparison.relations.verification import Link, Side, examine
 from xckpt.comparison.sketches import (
@@ -40,7 +41,7 @@ from xckpt.comparison.sketches import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from xckpt.comparison.explaining.passes import Explanations, Work
+    from xckpt.comparison.explaining.work import Explanations, Work
     from xckpt.typing import Array
 
 # Pairs of wholes and parts up to which the parts of every whole are searched, and wholes beyond it.
@@ -267,50 +268,6 @@ _JOINED = {32: 0.7, 16: 0.85, 0: 0.9}
 _NEAR = 0.05
 # Margin of agreement by which another arrangement has to be better.
 _CLEARLY = 1e-3
-
-
-class JointPart(NamedTuple):
-    """A part of a joint, and its place along the axis of the joint.
-
-    The place and the part may differ in size; the additional elements of either must be zero.
-    """
-
-    part: Sketched
-    start: int
-    stop: int
-    #: Steps that arrange the part as in its place.
-    steps: tuple[Step, ...]
-    #: Agreement of the sums; 0 for a part that only fills a gap.
-    score: float
-
-    @property
-    def is_alike(self) -> bool:
-        """True if the sums agree; False for a part that only fills a gap."""
-        return self.score > 0
-
-
-class Joint(NamedTuple):
-    """A tensor that consists of several tensors of the other side."""
-
-    whole: Sketched
-    axis: int
-    members: tuple[JointPart, ...]
-    #: Steps applied to the whole before it is cut into the parts.
-    steps: tuple[Step, ...] = ()
-    #: Whether the parts are stacked along a new axis.
-    is_stack: bool = False
-
-    @property
-    def order(self) -> Order:
-        """The names of the tensors."""
-        return Order(self.whole.name, tuple([member.part.name for member in self.members]))
-
-    @property
-    def score(self) -> float:
-        """The mean agreement of the sums, less a small penalty for each step."""
-        steps = sum(len(member.steps) for member in self.members) + len(self.steps)
-        mean = sum(member.score for member in self.members) / len(self.members)
-        return mean - 0.01 * steps / len(self.members)
 
 
 class _Oriented(NamedTuple):
