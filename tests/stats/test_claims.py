@@ -161,6 +161,20 @@ class TestExchangedNames:
         wrong = {n for n, outcome in outcomes.items() if outcome != "explained"}
         assert wrong == {n for n in outcomes if re.search(r"layers\.[01]\.", n)}
 
+    @pytest.mark.parametrize(("copied", "damaged"), [(2, 0), (0, 2), (1, 3)])
+    def test_of_equal_parts_the_damaged_one_is_named(self, copied: int, damaged: int) -> None:
+        ours = llama()
+        theirs: dict[str, Array] = {}
+        for name, values in ours.items():
+            parts = np.split(values, 4) if "q_proj" in name else [values]
+            for rank, part in enumerate(parts):
+                theirs[name.replace("q_proj", f"rank{rank}.q_proj")] = part
+        name = "model.layers.1.self_attn.rank{}.q_proj.weight"
+        theirs[name.format(damaged)] = theirs[name.format(copied)]
+        outcomes = explained(ours, theirs)
+        wrong = {n for n, outcome in outcomes.items() if outcome != "explained"}
+        assert wrong == {name.format(damaged), "model.layers.1.self_attn.q_proj.weight"}
+
     def test_are_correct_with_layers_counted_from_1(self) -> None:
         ours = llama()
         theirs = {

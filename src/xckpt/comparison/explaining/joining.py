@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain, permutations
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from xckpt.comparison.sketches import (
     rope_orders,
     standardised,
 )
+from xckpt.formatting import natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -540,4 +541,19 @@ def _filled(members: list[JointPart], parts: list[_Oriented], used: set[int]) ->
         best = max(free, key=lambda candidate: sum(likeness(candidate.part.name, n) for n in names))
         used.add(id(best.part))
         complete.append(member._replace(part=best.part, steps=best.steps or steps))
-    return complete
+    return _in_name_order(complete)
+
+
+def _in_name_order(members: list[JointPart]) -> list[JointPart]:
+    """Give parts with equal numbers their places in the order of their names."""
+    places: dict[Any, list[int]] = defaultdict(list)
+    for place, member in enumerate(members):
+        part = member.part
+        sums = [None if sums is None else sums.tobytes() for sums in part.along]
+        places[part.content, *sums].append(place)
+    ordered = list(members)
+    for group in places.values():
+        parts = sorted([members[n].part for n in group], key=lambda part: natural_key(part.name))
+        for place, part in zip(group, parts, strict=True):
+            ordered[place] = members[place]._replace(part=part)
+    return ordered
