@@ -439,6 +439,56 @@ class TestObjects:
         np.testing.assert_array_equal(tensors["lm_head.weight"], weight + 1)
 
 
+class TestHeads:
+    """The change of a head never takes the place of that of the embeddings."""
+
+    HEAD = "lm_head.weight"
+    CHANGE: ClassVar = {HEAD: np.full((40, 16), 2, "f4"), EMBED: np.ones((40, 16), "f4")}
+
+    def model(self, **config: Any) -> xr.Dataset:
+        weights = {EMBED: numbers(40, 16), NORM: numbers(16)}
+        return xckpt.open(weights).assign_attrs(config={"model_type": "llama", **config})
+
+    @pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": False}], ids=str)
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_each_tensor_gets_its_own_change(self, config: Any, order: int) -> None:
+        change = dict([*self.CHANGE.items()][::order])
+        model = self.model(**config)
+        with pytest.warns(CheckpointWarning, match=r"lacks tensors.*changed: 'lm_head\.weight'$"):
+            merged = model.ckpt.merge(change)
+        np.testing.assert_allclose(merged[EMBED], model[EMBED] + 1)
+
+    @pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": True}], ids=str)
+    def test_both_changes_of_a_tied_tensor_may_be_the_same(self, config: Any) -> None:
+        model = self.model(**config)
+        merged = model.ckpt.merge(dict.fromkeys(self.CHANGE, self.CHANGE[EMBED]))
+        np.testing.assert_allclose(merged[EMBED], model[EMBED] + 1)
+        merged = model.ckpt.merge({self.HEAD: self.CHANGE[self.HEAD]})
+        np.testing.assert_allclose(merged[EMBED], model[EMBED] + 2)
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_names_of_another_format(self, order: int) -> None:
+        shapes = {"token_embd": (40, 16), "blk.0.attn_norm": (16,), "blk.0.attn_q": (16, 16),
+                  "blk.0.ffn_up": (24, 16), "blk.0.ffn_down": (16, 24)}  # fmt: skip
+        model = xckpt.open({f"{name}.weight": numbers(*shape) for name, shape in shapes.items()})
+        model = model.assign_attrs({"general.architecture": "llama", "llama.embedding_length": 16})
+        with pytest.warns(CheckpointWarning, match=r"lacks tensors.*changed: 'lm_head\.weight'$"):
+            merged = model.ckpt.merge(dict([*self.CHANGE.items()][::order]))
+        new = merged["token_embd.weight"].values
+        np.testing.assert_allclose(new, model["token_embd.weight"].values + 1)
+
+    def test_a_head_that_is_not_tied_is_missing(self, tmp_path: Path) -> None:
+        model = self.model(text_config={"tie_word_embeddings": False})
+        head = lora(self.HEAD, 40, 16)
+        with pytest.raises(ValueError, match=r"none of the changed tensors: 'lm_head\.weight'"):
+            model.ckpt.merge(adapter(tmp_path / "head", head))
+        with pytest.warns(CheckpointWarning, match=r"lacks.*changed: 'lm_head\.weight'$"):
+            merged = model.ckpt.merge(adapter(tmp_path / "both", head | lora(EMBED, 40, 16)))
+        assert np.abs(merged[EMBED] - model[EMBED]).max() > 0
+        with pytest.raises(ValueError, match=r"none of the changed tensors: 'lm_head\.weight'"):
+            model.ckpt.merge({self.HEAD: self.CHANGE[self.HEAD]})
+
+
 def test_updates_of_names_without_a_module() -> None:
     merged = xckpt.open({"embed": np.ones((2, 3), "f4")}).ckpt.merge({"embed": np.ones((2, 3))})
     np.testing.assert_array_equal(merged["embed"], 2)

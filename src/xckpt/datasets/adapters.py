@@ -483,7 +483,7 @@ def match_bases(
         used = [c for c in of_adapter if not c.is_tied or adapter.kind != "saved"]
         for counterpart in used:
             is_twin = counterpart.is_tied and counterpart.name in with_adapters
-            if not is_twin or adapter.is_product:
+            if not is_twin or adapter.is_product or adapter.kind == "update":
                 matches.setdefault(counterpart.name, []).append((adapter, counterpart))
         if not used and not adapter.is_optional:
             missing.append(adapter.base)

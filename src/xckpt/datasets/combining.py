@@ -132,8 +132,22 @@ def _matches(
         hint = "Merge the adapter into the model that it was trained on, and convert the result"
         raise UnsupportedError(reasons, path=changes.source or None, rule="Adapter", hint=hint)
     for name, of_tensor in pairs.items():
-        matches[name] = [a.turned() if a.is_turned(shapes[name], c) else a for a, c in of_tensor]
+        ordered = sorted(of_tensor, key=lambda pair: pair[1].is_tied)
+        of_name = matches.get(name, []) + [
+            a.turned() if a.is_turned(shapes[name], c) else a for a, c in ordered
+        ]
+        if of_name[0].kind == "update":  # which has its own tensor, or is of a tied one
+            own, *others = of_name
+            missing += [a.base for a in others if not _are_equal(own, a, changes)]
+            of_name = [own]
+        matches[name] = of_name
     return matches, missing
+
+
+def _are_equal(a: Adapter, b: Adapter, changes: OpenTensors) -> bool:
+    """Return whether two updates have the same values, as those of a tied head do."""
+    first, second = (da.asarray(changes.variable(x.tensors["value"]).data) for x in (a, b))
+    return first.shape == second.shape and bool((first == second).all().compute())
 
 
 def _problem(counterpart: Counterpart) -> str:

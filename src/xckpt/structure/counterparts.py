@@ -307,7 +307,7 @@ class Counterparts:
                     counterpart = self._counterpart(spelling, name, place)
                     counterparts.setdefault(name, counterpart)
             if not counterparts:
-                for name, place in self._at(request, spelling, _INSTEAD.get(spelling.slot)):
+                for name, place in self._at(request, spelling, self._instead_of(spelling.slot)):
                     counterparts[name] = self._counterpart(spelling, name, place)
         if len(parts) == len(counterparts):
             return list(counterparts.values())
@@ -315,6 +315,10 @@ class Counterparts:
         if len(names) > 1:
             raise _ambiguous(request, names)
         return [counterparts[name] for name in names]
+
+    def _instead_of(self, slot: str) -> str | None:
+        is_untied = slot == "output" and self.structure.facts.is_untied
+        return None if is_untied else _INSTEAD.get(slot)
 
     def _at(
         self, request: Requested, spelling: _Spelling, slot: str | None

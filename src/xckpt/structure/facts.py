@@ -97,6 +97,12 @@ class ModelFacts:
     #: Numbers of the parameters of each optimizer, by group.
     parameters: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
 
+    @property
+    def is_untied(self) -> bool:
+        """Whether the config states that the head is not tied to the embeddings."""
+        stated = [section.get("tie_word_embeddings") for section in _sections(self.config)]
+        return False in stated and True not in stated
+
 
 def model_facts(
     attrs: Mapping[Any, Any], config: Mapping[str, Any] | None = None, format: str = ""
