@@ -470,6 +470,23 @@ class TestResults:
         with pytest.warns(CheckpointWarning, match=text):
             ((xckpt.open("lora") + xckpt.open("lora-2")) / 2).ckpt.save("out/")
 
+    @pytest.mark.parametrize(
+        ("change", "rank"),
+        [
+            (lambda a, b: xr.concat([a, b], "rank"), 4),
+            (lambda a, b: xr.concat([a, b], "rank").compute(), 4),
+            (lambda a, _: a.isel(rank=slice(1)), 1),
+        ],
+        ids=["concatenated", "in memory", "cut"],
+    )
+    def test_a_config_of_another_rank_is_left_out(self, change: Any, rank: int) -> None:
+        ds = change(xckpt.open("lora"), xckpt.open("lora-2"))
+        text = rf"as r 2: the tensors have {rank}: 'adapter_config\.json'"
+        with pytest.warns(CheckpointWarning, match=text) as warnings:
+            ds.ckpt.save("out/")
+        assert names("out") == ["adapter_model.safetensors"]
+        assert not any("averaged" in str(warning.message) for warning in warnings)
+
     def test_an_adapter_in_memory_has_its_name_and_config(self) -> None:
         with pytest.warns(CheckpointWarning, match=r"attributes.*'adapter_config\.json'"):
             ((xckpt.open("lora") + xckpt.open("lora-2")) / 2).compute().ckpt.save("out/")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -84,6 +85,7 @@ _OTHER_SCALES = (
     "factors of adapters are combined as if all had the scale of {}/ (base.ckpt.merge(adapter), "
     "called for each, uses their own)"
 )
+_FACTOR = re.compile(r"\.lora_(embedding_)?A(\.|$)")
 # Values of `adapter_config.json` that scale updates.
 _SCALES = ("lora_alpha", "r", "use_rslora", "alpha_pattern", "rank_pattern")
 
@@ -289,7 +291,8 @@ def companions_of(
     fit_quantization(fit, dense, is_quantized=is_quantized)
     if not files.keys().isdisjoint(_OF_TOKENIZER):
         fit.has_reordered_tokens = are_rows_moved(tensors.values(), after)
-    dropped = _reasons(fit, [*files, *stated], len(before))
+    dropped = _other_ranks({**files, **stated}.get(_ADAPTER_CONFIG), before, after)
+    dropped |= _reasons(fit, [*files, *stated], len(before))
     new = parsed | stated | ({_CONFIG: _with_types(fit.config, after)} if config else {})
     contents: dict[str, bytes | Path] = {}
     for name in [*files, *stated]:
@@ -369,6 +372,24 @@ def _other_scales(folder: Path, others: Iterable[Path]) -> Iterator[str]:
         if keys:
             values = [f"{key} {other.get(key)}, not {config.get(key)}" for key in keys]
             yield f"{path.parent.name}/: {'; '.join(values)}"
+
+
+def _other_ranks(
+    adapter: Any, before: Iterable[Described], after: Iterable[Described]
+) -> dict[str, str]:
+    """Return why the config of an adapter, or its file, does not hold for new factors of LoRA."""
+    config = (_parsed(adapter) if isinstance(adapter, Path) else adapter) or {}
+    rank, pattern = config.get("r"), config.get("rank_pattern")
+    is_lora = config.get("peft_type") == "LORA" and type(rank) is int
+    # Factors of parameters have the ranks of all experts in a row.
+    if not is_lora or config.get("target_parameters"):
+        return {}
+    stated = [rank, *(pattern.values() if isinstance(pattern, dict) else ())]
+    old = {tensor.name: tensor.shape for tensor in before}
+    new = [t for t in after if _FACTOR.search(t.name) and old.get(t.name) != t.shape]
+    ranks = sorted({t.shape[0] for t in new if t.shape and t.shape[0] not in stated})
+    text = f"r {rank}: the tensors have {', '.join(map(str, ranks))}"
+    return {_ADAPTER_CONFIG: text} if ranks else {}
 
 
 def _add_changes(
