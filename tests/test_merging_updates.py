@@ -621,6 +621,25 @@ class TestOperandsOfUpdates:
         base.ckpt.merge(x, scale=0.5).ckpt.merge(y, scale=0.5)
         base.ckpt.merge(x.assign((0.5 * x.ckpt.find("*lora_B*")).data_vars), scale=1)
 
+    def test_the_mean_of_steps_is_no_mean_of_updates(self) -> None:
+        for number in (1, 2):
+            folder = shutil.copytree("adapter", f"tuning/checkpoint-{number}")
+            factors = {str(n): f.values + number for n, f in xckpt.open("adapter").items()}
+            xckpt.save(factors, Path(folder, "adapter_model.safetensors"), overwrite=True)
+        run = xckpt.open_steps("tuning")
+        with pytest.warns(CheckpointWarning, match=r"averaged.*not the mean.*scale=\.5"):
+            run.mean("step", skipna=False).ckpt.save("mean.safetensors")
+        run.isel(step=0).ckpt.save("first.safetensors")
+
+    def test_concatenated_factors_are_not_averaged(self) -> None:
+        a = xckpt.open("adapter")
+        shutil.copytree("adapter", "other")
+        other = {str(name): factor.values + 1 for name, factor in a.items()}
+        xckpt.save(other, "other/adapter_model.safetensors", overwrite=True)
+        xr.concat([a, xckpt.open("other")], "rank").ckpt.save("both.safetensors")
+        with pytest.warns(CheckpointWarning, match="averaged"):
+            xr.concat([a, xckpt.open("other")], "x").mean("x").ckpt.save("mean.safetensors")
+
     def test_the_mean_of_equal_factors_is_that_of_the_updates(self) -> None:
         shutil.copytree("adapter", "same")
         a, same = xckpt.open("adapter"), xckpt.open("same")

@@ -24,7 +24,7 @@ from xckpt.datasets.adapter_updates import matrices_of, update_rows
 from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
 from xckpt.datasets.stacking import replace_tensors, unstack_modules
-from xckpt.datasets.tensors import OpenTensors, flatten
+from xckpt.datasets.tensors import OpenTensors, flatten, split_step
 from xckpt.datasets.variables import mapped_arrays, require_positions
 from xckpt.errors import UnsupportedError, shown, some, warn
 from xckpt.formatting import base_name
@@ -320,10 +320,46 @@ def factor_changes(tensors: OpenTensors) -> dict[str, list[str]]:
 
 def _differ(array: Any) -> bool:
     """Return whether an array is computed from different tensors of several checkpoints."""
+    lazies = lazies_in(array)
     if len({*checkpoints_in(array)}) < 2:
+        # Steps of a run are along the first axis.
+        factors = [
+            values
+            for lazy in lazies.values()
+            if lazy.ndim > array.ndim and len(_steps(lazy)) > 1
+            for values in lazy[...]
+        ]
+    elif _is_of_one(array, lazies):
         return False
-    first, *factors = [lazy[...] for lazy in lazies_in(array).values()]
-    return not all(np.array_equal(first, factor) for factor in factors)
+    else:
+        factors = [lazy[...] for lazy in lazies.values()]
+    return not all(np.array_equal(factors[0], factor) for factor in factors)
+
+
+def _steps(lazy: Any) -> set[str]:
+    """Return the steps of a training run that an array is read from."""
+    steps = set()
+    for origin in lazy.tensor_origins:
+        stack = next(iter(origin.opened.stacks.values()), None) if origin.opened else None
+        if stack is not None and stack.run:
+            steps.add(split_step(origin.tensor.name, stack.run)[0])
+    return steps
+
+
+def _is_of_one(array: Any, lazies: Mapping[str, Any]) -> bool:
+    """Return whether the first and last elements are of one checkpoint each, as after `concat`."""
+    shares = [
+        with_values(array, lambda name, *args, own=own: _ones(name, *args) * (name == own))
+        for own in lazies
+    ]
+    ends = [[share[(end,) * share.ndim] for end in (0, -1)] for share in shares]
+    with warnings.catch_warnings():  # of a division by zero
+        warnings.simplefilter("ignore", RuntimeWarning)
+        # One after another, as they have the same keys.
+        corners = [dask.compute(of_share)[0] for of_share in ends]
+    return all(
+        sorted(corner) == [0] * (len(shares) - 1) + [1] for corner in zip(*corners, strict=True)
+    )
 
 
 def _first(array: Any) -> Any:
