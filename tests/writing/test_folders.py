@@ -896,6 +896,35 @@ class TestSizesOfParts:
             ds.ckpt.save("out/")
         assert names_without_config("out")
 
+    @pytest.mark.parametrize(
+        "move",
+        [
+            lambda ds: ds.isel(label=[2, 1, 0]),
+            lambda ds: ds.isel(label=slice(None, None, -1)) * 2,
+            lambda ds: ds.roll(label=1),
+        ],
+        ids=["list", "backwards", "roll"],
+    )
+    def test_names_of_labels_in_another_order_are_left_out(self, move: Any) -> None:
+        by_number = {str(n): name for n, name in enumerate("abc")}
+        stated = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2}
+        shapes: dict[str, tuple[int, ...]] = {
+            "bert.encoder.layer.0.attention.self.query.weight": (8, 8),
+            "classifier.weight": (3, 8),
+            "classifier.bias": (3,),
+        }
+        self.write({**stated, "id2label": by_number}, shapes)
+        ds = xckpt.open("base")
+        text = "the labels are in another order than in 'id2label'"
+        with pytest.warns(CheckpointWarning, match=text):
+            move(ds).ckpt.save("out/")
+        assert names_without_config("out")
+        ds.isel(label=[0, 1, 2]).ckpt.save("same/")
+        (ds * 2).ckpt.save("scaled/")
+        edited = {**config("base"), "id2label": dict(zip("012", "cba", strict=True))}
+        ds.isel(label=[2, 1, 0]).assign_attrs(config=edited).ckpt.save("edited/")
+        assert all("config.json" in names(place) for place in ("same", "scaled", "edited"))
+
     def test_experts_that_are_gone_are_named_with_their_key(self) -> None:
         module = "model.layers.{}.block_sparse_moe"
         shapes: dict[str, tuple[int, ...]] = {}

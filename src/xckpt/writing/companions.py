@@ -69,6 +69,7 @@ _CONTRADICTED_ATTRS = "attributes that the tensors contradict"
 _TOKENS = "tokenizer.ggml.tokens"
 _OTHER_TOKENS = "lists of the tokenizer stay as they are, which llama.cpp compares with the tables"
 _ADDED = "tensors that {}/ lacks, which libraries ignore or refuse"
+_LABELS = ("id2label", "label2id")
 _REORDERED = "the rows of the vocabulary are in another order"
 _OTHER_TYPE = "of another type than {} of config.json, which transformers converts them to"
 _OF_ATTRS = "written from the attributes, without tokenizer, as no files are beside the tensors"
@@ -243,7 +244,7 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     changes.add_all(_CONTRADICTED_ATTRS, fit.problems)
     if _TOKENS in attrs and fit.has_other_tokens:
         changes.add(_OTHER_TOKENS, f"{_TOKENS}: {len(attrs[_TOKENS])}")
-    if _TOKENS in attrs and are_rows_moved(payloads, after):
+    if _TOKENS in attrs and are_rows_moved(payloads, Structure(after)):
         changes.add(f"{_REORDERED} than in", _TOKENS)
     new = {key: value for key, value in fit.config.items() if key in stated}
     return gathered._replace(attrs={**attrs, **(new if is_flat else {"config": {**stated, **new}})})
@@ -289,8 +290,7 @@ def companions_of(
         return Companions({})  # such as updates, which describe another model
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
     fit_quantization(fit, dense, is_quantized=is_quantized)
-    if not files.keys().isdisjoint(_OF_TOKENIZER):
-        fit.has_reordered_tokens = are_rows_moved(tensors.values(), after)
+    _check_rows(fit, tensors.values(), after, files)
     dropped = _other_ranks({**files, **stated}.get(_ADAPTER_CONFIG), before, after)
     dropped |= _reasons(fit, [*files, *stated], len(before))
     new = parsed | stated | ({_CONFIG: _with_types(fit.config, after)} if config else {})
@@ -314,6 +314,21 @@ def companions_of(
     changes.add_all(_ADDED.format(place.name), fit.added if _CONFIG in files else ())
     _add_changes(changes, contents, fit, target)
     return Companions(contents)
+
+
+def _check_rows(
+    fit: ConfigFit,
+    tensors: Collection[WantedTensor],
+    after: Sequence[Described],
+    files: Collection[str],
+) -> None:
+    """Find rows of tokens and of labels in another order than their names."""
+    structure = Structure(after, model_facts({"config": fit.config}))
+    if any(name in files for name in _OF_TOKENIZER):
+        fit.has_reordered_tokens = are_rows_moved(tensors, structure)
+    labels = [key for key in _LABELS if key in fit.config and key not in fit.edited]
+    if labels and are_rows_moved(tensors, structure, "label"):
+        fit.problems.append(f"the labels are in another order than in {some(labels, '')}")
 
 
 def _source(tensor: WantedTensor) -> Any:

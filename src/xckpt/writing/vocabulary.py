@@ -1,4 +1,4 @@
-"""Order of the rows of a vocabulary, which a tokenizer numbers."""
+"""Order of the rows of a vocabulary, which a tokenizer numbers, and of labels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import numpy as np
 from xckpt.arrays.graph import is_computed, lazies_in, selections_in, with_values
 from xckpt.arrays.keys import compose, result_shape, take, whole
 from xckpt.arrays.lazy import LazyArray, SlicedArray
-from xckpt.structure import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from xckpt.formats.plan import WantedTensor
-    from xckpt.structure.info import Described
+    from xckpt.structure.model import Structure
     from xckpt.typing import Array
 
 __all__ = ["are_rows_moved"]
@@ -29,26 +28,28 @@ _ROWS = "vocab"
 _WHOLE_NBYTES = 64 << 20
 
 
-def are_rows_moved(tensors: Iterable[WantedTensor], described: Sequence[Described]) -> bool:
-    """Return whether rows of a computed table of tokens are those of other tokens."""
-    structure = Structure(described)
+def are_rows_moved(
+    tensors: Iterable[WantedTensor], structure: Structure, rows: str = _ROWS
+) -> bool:
+    """Return whether rows of a computed table of tokens, or of labels, are those of others."""
     for tensor in tensors:
         array: Any = getattr(tensor, "data", {}).get("data")
         info = structure[tensor.name]
-        if info.slot not in _TABLES or not hasattr(array, "dask"):
+        is_table = info.slot in _TABLES if rows == _ROWS else rows in info.axes
+        if not is_table or not hasattr(array, "dask"):
             continue
-        if _are_selected(array, tensor.shape):
+        if _are_selected(array, tensor.shape, rows):
             return True
-        if is_computed(array) and _ROWS in info.axes and array.size:
-            return _are_moved(array, info.axes.index(_ROWS))
+        if is_computed(array) and rows in info.axes and array.size:
+            return _are_moved(array, info.axes.index(rows))
     return False
 
 
-def _are_selected(array: Any, shape: Sequence[int]) -> bool:
+def _are_selected(array: Any, shape: Sequence[int], rows: str) -> bool:
     """Return whether rows were selected in another order."""
     for selection in chain.from_iterable(selections_in(array).values()):
         in_order = range(len(selection.positions))
-        if selection.dim == _ROWS and len(in_order) in shape:
+        if selection.dim == rows and len(in_order) in shape:
             return not np.array_equal(selection.positions, in_order)
     return False
 
