@@ -344,6 +344,30 @@ class TestResults:
         assert config("out-1")["layer_types"] == ["full"] * 2
         assert "config.json" not in names("out-2")
 
+    @pytest.mark.parametrize(
+        "move",
+        [
+            lambda: xckpt.open("a", stack=True).isel(layers=[1, 0, 2]),
+            lambda: with_layers([1, 0, 2]),
+            lambda: with_layers([1, 0, 2]) * 2,
+        ],
+        ids=["stacked", "renamed", "scaled"],
+    )
+    def test_layers_that_move_between_kinds_have_no_config(self, move: Any) -> None:
+        kinds = ["full", "sliding", "full"]
+        Path("a/config.json").write_text(json.dumps(LLAMA | {"layer_types": kinds}))
+        text = "layers are in another order than in 'layer_types', with other values"
+        ds = move()
+        ds = ds.assign_coords(layers=range(3)) if "layers" in ds.dims else ds
+        with pytest.warns(CheckpointWarning, match=text):
+            ds.ckpt.save("out/")
+        assert "config.json" not in names("out")
+        with_layers([2, 1, 0]).ckpt.save("same/")  # of equal kinds
+        edited = LLAMA | {"layer_types": ["sliding", "full", "full"]}
+        ds.assign_attrs(config=edited).ckpt.save("edited/")
+        assert "config.json" in names("same")
+        assert config("edited") == edited
+
     @pytest.mark.parametrize(("make", "text"), PROBLEMS.values(), ids=PROBLEMS)
     def test_a_config_that_does_not_fit_is_left_out(self, make: Any, text: str) -> None:
         with pytest.warns(CheckpointWarning, match=f"not copied from a/, as .*{text}"):
@@ -880,6 +904,14 @@ class TestSizesOfParts:
         with pytest.warns(CheckpointWarning, match=r"2 \(was 3\)"):
             ds.drop_vars([stacks[-1].format(2)]).ckpt.save("out/")
         assert json.dumps(config("out")).count("3") == len(stacks) - 1
+
+    def test_numbers_of_tokens_are_no_values_of_layers(self) -> None:
+        stated = {"model_type": "whisper", "encoder_layers": 2, "begin_suppress_tokens": [220, 50]}
+        stack = "model.encoder.layers.{}.self_attn.q_proj.weight"
+        self.write(stated, {stack.format(n): (8, 8) for n in range(2)})
+        with pytest.warns(CheckpointWarning, match=r"'encoder_layers: 1 \(was 2\)'"):
+            xckpt.open("base").drop_vars(stack.format(1)).ckpt.save("out/")
+        assert config("out") == {**stated, "encoder_layers": 1}
 
     @pytest.mark.parametrize("labels", [2, 3, 4])
     def test_labels_are_no_layers_and_no_heads(self, labels: int) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = ["ConfigFit", "check_config", "fit_config", "fit_quantization"]
+__all__ = ["ConfigFit", "check_config", "check_kinds", "fit_config", "fit_quantization"]
 
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
@@ -280,12 +280,7 @@ def _fit_stacks(
         return set()
     count = len(present[0])
     section: Any = size.section  # a part of the copy
-    prefix = size.key.rpartition(".")[0]
-    lists = {
-        key: value
-        for key, value in section.items()
-        if key.startswith(prefix) and isinstance(value, list) and len(value) == size.value
-    }
+    lists = _lists_by_layer(size)
     if len(present) < len(stacks) or not all(_are_all(numbers, count) for numbers in present):
         numbers = " and ".join([_ranges(numbers) for numbers in present])
         dim = next(iter(stacks)).rstrip(".").rpartition(".")[2]
@@ -304,6 +299,41 @@ def _fit_stacks(
         for name, number in numbers.items()
         if number not in after.get(stem, {}).values()
     }
+
+
+def _lists_by_layer(size: StatedSize) -> dict[str, list[Any]]:
+    """Return the lists of a config that have a value for each layer."""
+    prefix = size.key.rpartition(".")[0]
+    return {
+        key: value
+        for key, value in size.section.items()
+        if key.startswith(prefix)
+        and isinstance(value, list)
+        and len(value) == size.value
+        and "token" not in key  # numbers of tokens may be as many
+    }
+
+
+def check_kinds(
+    fit: ConfigFit, structure: Structure, stored: Mapping[str, Collection[str]]
+) -> None:
+    """Note layers that have values of the config which are those of other layers."""
+    # `stored` has the names of the tensors that a tensor is read or computed from.
+    of_layers = [name for name in stored if "layer" in dict(structure[name].indices[:1])]
+    size = sizes_stated_in(fit.config).get("layer")
+    moved: dict[str, None] = {}
+    for stem, numbers in _layers(of_layers).items():
+        stated = _size_of_stack(stem, fit.config, size)
+        lists = _lists_by_layer(stated) if stated is not None else {}
+        for name, number in numbers.items() if lists else ():
+            others = {*_layers(stored[name]).get(stem, {}).values()}
+            for key, kinds in lists.items():
+                old = [kinds[n] for n in others if n < len(kinds)]
+                if old and number < len(kinds) and kinds[number] not in old:
+                    moved[key] = None
+    if moved:
+        text = f"layers are in another order than in {some([*moved], '')}"
+        fit.add_problem(f"{text}, with other values", moved)
 
 
 def _check_experts(

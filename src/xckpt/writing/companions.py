@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.arrays.dense import OnePartArray
+from xckpt.arrays.graph import lazies_in
+from xckpt.arrays.lazy import LazyArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError, some
 from xckpt.formatting import counted
@@ -31,7 +33,13 @@ from xckpt.opening.reading import CONFIGS, read_config
 from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path, write_file
 from xckpt.storage.source import files_of
-from xckpt.structure.config_fit import ConfigFit, check_config, fit_config, fit_quantization
+from xckpt.structure.config_fit import (
+    ConfigFit,
+    check_config,
+    check_kinds,
+    fit_config,
+    fit_quantization,
+)
 from xckpt.structure.facts import declarations_in, is_gguf, model_facts, sizes_stated_in
 from xckpt.structure.info import Described, Role
 from xckpt.structure.model import Structure
@@ -103,6 +111,8 @@ class Origin:
     decoded: Sequence[Described] = ()
     #: Names of the tensors that hold a quantised one, by its name.
     codes: Mapping[str, Collection[str]] = field(default_factory=dict)
+    #: Names of tensors by the file and the offset of their parts.
+    places: Mapping[tuple[Path, int], str] = field(default_factory=dict)
     #: Folders of the other checkpoints, and configs in the attributes by the name of their file.
     others: Sequence[Path] = ()
     configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -199,9 +209,16 @@ def origin_of(gathered: Gathered) -> Origin:
             parts = [part for t in decoded for part in (t.stored or {t.name: t}).values()]
             stored = {part.name: part for part in parts}.values()
             described = _described(stored), _described(decoded)
+            places = {
+                (Path(folder, Path(part.shard or file_names[0]).name), part.offset): t.name
+                for t in (*stored, *decoded)
+                for part in t.parts.values()
+            }
             others = [other for other in folders if other != folder]
             attrs = gathered.config, index.attrs.get("config")
-            origins.append(Origin(folder, file_names, *described, codes, others, configs, *attrs))
+            origins.append(
+                Origin(folder, file_names, *described, codes, places, others, configs, *attrs)
+            )
             # An adapter may set more tensors than its base keeps, but has other names.
             if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
                 return origins[-1]
@@ -290,7 +307,7 @@ def companions_of(
         return Companions({})  # such as updates, which describe another model
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
     fit_quantization(fit, dense, is_quantized=is_quantized)
-    _check_rows(fit, tensors.values(), after, files)
+    _check_order(fit, origin, tensors.values(), after, files)
     dropped = _other_ranks({**files, **stated}.get(_ADAPTER_CONFIG), before, after)
     dropped |= _reasons(fit, [*files, *stated], len(before))
     new = parsed | stated | ({_CONFIG: _with_types(fit.config, after)} if config else {})
@@ -316,19 +333,31 @@ def companions_of(
     return Companions(contents)
 
 
-def _check_rows(
+def _check_order(
     fit: ConfigFit,
+    origin: Origin,
     tensors: Collection[WantedTensor],
     after: Sequence[Described],
     files: Collection[str],
 ) -> None:
-    """Find rows of tokens and of labels in another order than their names."""
+    """Find rows of tokens and labels, and layers, in another order than what describes them."""
     structure = Structure(after, model_facts({"config": fit.config}))
     if any(name in files for name in _OF_TOKENIZER):
         fit.has_reordered_tokens = are_rows_moved(tensors, structure)
     labels = [key for key in _LABELS if key in fit.config and key not in fit.edited]
     if labels and are_rows_moved(tensors, structure, "label"):
         fit.problems.append(f"the labels are in another order than in {some(labels, '')}")
+    if _CONFIG in files:
+        check_kinds(fit, structure, {t.name: _stored_names(origin, t) for t in tensors})
+
+
+def _stored_names(origin: Origin, tensor: WantedTensor) -> list[str]:
+    """Return the names of the tensors that a tensor is read or computed from."""
+    array = getattr(tensor, "data", {}).get("data")
+    if isinstance(array, LazyArray):
+        readers = [(Path(r.source.name), r.part.offset) for r in array.part_readers]
+        return [origin.places[place] for place in readers if place in origin.places]
+    return [o.tensor.name for lazy in lazies_in(array).values() for o in lazy.tensor_origins]
 
 
 def _source(tensor: WantedTensor) -> Any:
