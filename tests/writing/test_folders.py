@@ -445,11 +445,11 @@ class TestResults:
     @pytest.mark.parametrize(
         ("make", "text"),
         [
-            (lambda: with_layers([0, 2]), "layer 3: the tensors have 2"),
-            (lambda: both()[0].isel(vocab=slice(30)), "vocab 32: the tensors have 30"),
+            (lambda: with_layers([0, 2]), "num_hidden_layers 3: the tensors have 2"),
+            (lambda: both()[0].isel(vocab=slice(30)), "vocab_size 32: the tensors have 30"),
             (
                 lambda: both()[0].isel({"head*key": slice(4), "head*value": slice(4)}),
-                r"head\*key 8: the tensors have 4",
+                "num_attention_heads 2 and head_dim 4: the tensors have 4 instead of 8",
             ),
         ],
         ids=["layers", "vocabulary", "heads"],
@@ -905,6 +905,50 @@ class TestSizesOfParts:
             ds.drop_vars([stacks[-1].format(2)]).ckpt.save("out/")
         assert json.dumps(config("out")).count("3") == len(stacks) - 1
 
+    @pytest.mark.parametrize(("stated", "stacks"), TOWERS.values(), ids=TOWERS)
+    def test_edited_numbers_of_layers_are_those_of_the_tensors(
+        self, stated: dict[str, Any], stacks: list[str]
+    ) -> None:
+        self.write(stated, {stack.format(n): (8, 8) for stack in stacks for n in range(3)})
+        ds, text = xckpt.open("base"), json.dumps(stated)
+        edited = json.loads("4".join(text.rsplit("3", 1)))
+        key = text.rsplit('"', 2)[1]
+        with pytest.warns(CheckpointWarning, match=f"{key} 4: the tensors have 3: 'config"):
+            ds.assign_attrs(config=edited).ckpt.save("out/")
+        assert names_without_config("out")
+        edited = json.loads("2".join(text.rsplit("3", 1)))
+        shorter = ds.drop_vars([stacks[-1].format(2)])
+        shorter.assign_attrs(config=edited).ckpt.save("shorter/")
+        assert config("shorter") == edited
+
+    def test_edited_labels_are_those_of_the_classifier(self) -> None:
+        shapes: dict[str, tuple[int, ...]] = {
+            "bert.encoder.layer.0.attention.self.query.weight": (8, 8),
+            "classifier.weight": (3, 8),
+            "classifier.bias": (3,),
+        }
+        stated: dict[str, Any] = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2}
+        labels = {
+            "id2label": dict(zip("012", "abc", strict=True)),
+            "label2id": {"a": 0, "b": 1, "c": 2},
+        }
+        self.write(stated | labels, shapes)
+        ds = xckpt.open("base")
+        edits: tuple[dict[str, Any], ...] = ({"id2label": {"0": "a", "1": "b"}}, {"num_labels": 4})
+        for n, edit in enumerate(edits):
+            ((key, value),) = edit.items()
+            count = value if isinstance(value, int) else len(value)
+            with pytest.warns(CheckpointWarning, match=f"{key} {count}: the classifier has 3 rows"):
+                ds.assign_attrs(config=stated | labels | edit).ckpt.save(f"{n}/")
+            assert names_without_config(str(n))
+        renamed = {"id2label": dict(zip("012", "xyz", strict=True))}
+        with pytest.warns(CheckpointWarning, match="an edit contradicts: 'label2id'"):
+            ds.assign_attrs(config=stated | labels | renamed).ckpt.save("renamed/")
+        assert config("renamed") == stated | labels | renamed
+        both = renamed | {"label2id": {"x": 0, "y": 1, "z": 2}}
+        ds.assign_attrs(config=stated | both).ckpt.save("both/")
+        assert config("both") == stated | both
+
     def test_numbers_of_tokens_are_no_values_of_layers(self) -> None:
         stated = {"model_type": "whisper", "encoder_layers": 2, "begin_suppress_tokens": [220, 50]}
         stack = "model.encoder.layers.{}.self_attn.q_proj.weight"
@@ -1024,7 +1068,9 @@ class TestEditedConfigs:
     @pytest.mark.parametrize("make", [lambda: both()[0], lambda: with_layers([0, 2])])
     def test_a_value_that_the_tensors_contradict_is_no_config(self, make: Any) -> None:
         edited = {**LLAMA, "num_hidden_layers": 7}
-        with pytest.warns(CheckpointWarning, match="as layer 7: the tensors have [23].*config"):
+        with pytest.warns(
+            CheckpointWarning, match="as num_hidden_layers 7: the tensors have [23].*config"
+        ):
             make().assign_attrs(config=edited).ckpt.save("out/")
         assert "config.json" not in names("out")
 

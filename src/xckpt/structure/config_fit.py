@@ -76,6 +76,8 @@ class ConfigFit:
     has_reordered_tokens: bool = False
     #: Numbers of tokens that have no row: "pad_token_id: 32".
     unknown_tokens: dict[str, None] = field(default_factory=dict)
+    #: The key of labels, or of their numbers, that an edit of the other one contradicts.
+    other_labels: str = ""
     #: Keys whose values the user set.
     edited: frozenset[str] = frozenset()
 
@@ -98,10 +100,13 @@ class ConfigFit:
             section[size.key] = value
 
 
-def check_config(config: Mapping[str, Any], tensors: Sequence[Described]) -> ConfigFit:
+def check_config(
+    config: Mapping[str, Any], tensors: Sequence[Described], *, counts_layers: bool = True
+) -> ConfigFit:
     """Return a config with the sizes that tensors contradict, whose old tensors are unknown."""
     fit = ConfigFit(deepcopy(dict(config)))
     structure, stated = Structure(tensors), model_facts({"config": config}).sizes
+    known = sizes_stated_in(fit.config)
     extents: dict[str, set[int]] = defaultdict(set)
     layers = set()
     for tensor in tensors:
@@ -109,7 +114,9 @@ def check_config(config: Mapping[str, Any], tensors: Sequence[Described]) -> Con
         layers.update([number for name, number in info.indices if name == "layer"])
         for axis, extent in zip(info.axes, tensor.shape, strict=True):
             extents[axis or ""].add(extent)
-    if layers:
+    if not counts_layers:
+        extents.pop("layer", None)
+    elif layers:
         extents["layer"] = {len(layers)}
     elif "layer" in stated and "layer" not in extents:
         fit.problems.append(f"layer {stated['layer']}: {_NO_LAYERS}")
@@ -117,7 +124,12 @@ def check_config(config: Mapping[str, Any], tensors: Sequence[Described]) -> Con
         factors = [stated[name] for name in axis.split("*") if name in stated]
         if len(factors) == axis.count("*") + 1 and sizes != {prod(factors)}:
             new = " and ".join(map(str, sorted(sizes)))
-            fit.problems.append(f"{axis} {prod(factors)}: the tensors have {new}")
+            sizes_of_axis = [known[name] for name in axis.split("*") if name in known]
+            keys = [f"{fit.place(size)} {size.value}" for size in sizes_of_axis]
+            is_known = len(keys) == len(factors)
+            text = " and ".join(keys) if is_known else f"{axis} {prod(factors)}"
+            was = f" instead of {prod(factors)}" if is_known and len(keys) > 1 else ""
+            fit.problems.append(f"{text}: the tensors have {new}{was}")
     return fit
 
 
@@ -154,9 +166,78 @@ def fit_config(
         for key in fit.edited:
             fit.config.pop(key, None)
         fit.config |= {key: deepcopy(edited[key]) for key in edited if key in fit.edited}
-        unedited = check_config(config, before).problems
-        fit.problems += [p for p in check_config(fit.config, after).problems if p not in unedited]
+        unedited = check_config(config, before, counts_layers=False).problems
+        problems = check_config(fit.config, after, counts_layers=False).problems
+        fit.problems += [problem for problem in problems if problem not in unedited]
+        _check_edited_layers(fit, config, structure, new)
+        _check_edited_labels(
+            fit, config, _label_counts(structure, old), _label_counts(Structure(after, facts), new)
+        )
     return fit
+
+
+def _check_edited_layers(
+    fit: ConfigFit, config: Mapping[str, Any], structure: Structure, new: Collection[str]
+) -> None:
+    """Compare edited numbers of layers with the layers of stacks that they counted before."""
+    size, edited = (sizes_stated_in(c).get("layer") for c in (config, fit.config))
+    of_layers = [name for name in structure if "layer" in dict(structure[name].indices[:1])]
+    after = _layers(new)
+    problems: dict[str, None] = {}
+    for stem, numbers in _layers(of_layers).items():
+        was = _size_of_stack(stem, config, size)
+        now = _size_of_stack(stem, fit.config, edited)
+        present = {*after.get(stem, {}).values()}
+        if (
+            was is None
+            or now is None
+            or not present
+            or not _are_all({*numbers.values()}, was.value)
+        ):
+            continue
+        place = fit.place(now)
+        if place.partition(".")[0] in fit.edited and not _are_all(present, now.value):
+            count = len(present)
+            has = str(count) if _are_all(present, count) else f"layers {_ranges(present)}"
+            problems[f"{place} {now.value}: the tensors have {has}"] = None
+    fit.problems += problems
+
+
+def _check_edited_labels(
+    fit: ConfigFit, config: Mapping[str, Any], old: Collection[int], new: Collection[int]
+) -> None:
+    """Compare edited labels with the rows of the classifier, and with each other."""
+    for key in (key for key in _KEYS["label"] if key in fit.edited and key in fit.config):
+        was, now = (_count(c[key]) if key in c else None for c in (config, fit.config))
+        if new and now is not None and now not in new and (was is None or was in old):
+            rows = " and ".join(map(str, sorted(new)))
+            fit.problems.append(f"{key} {now}: the classifier has {rows} rows")
+    labels, numbers = (fit.config.get(key) for key in ("id2label", "label2id"))
+    if isinstance(labels, dict) and isinstance(numbers, dict):
+        pairs = {(str(number), str(label)) for number, label in labels.items()}
+        if fit.edited & {"id2label", "label2id"} and pairs != {
+            (str(number), label) for label, number in numbers.items()
+        }:
+            is_edited = "label2id" in fit.edited
+            fit.other_labels = "id2label" if is_edited else "label2id"
+
+
+def _label_counts(structure: Structure, shapes: Mapping[str, Shape]) -> set[int]:
+    """Return the numbers of rows of classifiers."""
+    return {
+        extent
+        for name in structure
+        if structure[name].slot == "classifier"
+        for axis, extent in zip(structure[name].axes, shapes[name], strict=True)
+        if axis == "label"
+    }
+
+
+def _count(value: Any) -> int | None:
+    """Return a number, or the number of names; None for other values."""
+    if isinstance(value, dict):
+        return len(value)
+    return value if type(value) is int else None
 
 
 def _fit_head(
