@@ -471,7 +471,7 @@ class TestResults:
         else:
             plain.to_netcdf("stacked", engine=engine)
         stored = xr.open_dataset("stacked", engine=engine, chunks={})
-        text = r"not written, as layer 3: no tensor has the name of a layer.*unstack"
+        text = r"not written, as num_hidden_layers 3: no tensor has the name of a layer.*unstack"
         with pytest.warns(CheckpointWarning, match=text):
             stored.ckpt.save("out/")
         assert names("out") == ["model.safetensors"]

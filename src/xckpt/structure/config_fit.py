@@ -118,8 +118,8 @@ def check_config(
         extents.pop("layer", None)
     elif layers:
         extents["layer"] = {len(layers)}
-    elif "layer" in stated and "layer" not in extents:
-        fit.problems.append(f"layer {stated['layer']}: {_NO_LAYERS}")
+    elif "layer" in known and "layer" not in extents:
+        fit.problems.append(f"{fit.place(known['layer'])} {known['layer'].value}: {_NO_LAYERS}")
     for axis, sizes in extents.items():
         factors = [stated[name] for name in axis.split("*") if name in stated]
         if len(factors) == axis.count("*") + 1 and sizes != {prod(factors)}:
