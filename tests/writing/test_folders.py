@@ -348,10 +348,11 @@ class TestResults:
         "move",
         [
             lambda: xckpt.open("a", stack=True).isel(layers=[1, 0, 2]),
+            lambda: (xckpt.open("a", stack=True) * 2).isel(layers=[1, 0, 2]),
             lambda: with_layers([1, 0, 2]),
             lambda: with_layers([1, 0, 2]) * 2,
         ],
-        ids=["stacked", "renamed", "scaled"],
+        ids=["stacked", "stacked and scaled", "renamed", "scaled"],
     )
     def test_layers_that_move_between_kinds_have_no_config(self, move: Any) -> None:
         kinds = ["full", "sliding", "full"]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.arrays.dense import OnePartArray
-from xckpt.arrays.graph import lazies_in
+from xckpt.arrays.graph import lazies_in, selections_in
 from xckpt.arrays.lazy import LazyArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError, some
@@ -357,7 +357,24 @@ def _stored_names(origin: Origin, tensor: WantedTensor) -> list[str]:
     if isinstance(array, LazyArray):
         readers = [(Path(r.source.name), r.part.offset) for r in array.part_readers]
         return [origin.places[place] for place in readers if place in origin.places]
-    return [o.tensor.name for lazy in lazies_in(array).values() for o in lazy.tensor_origins]
+    lazies = lazies_in(array).values()
+    stacks = [[o.tensor.name for o in lazy.tensor_origins] for lazy in lazies]
+    if any(len(names) > 1 for names in stacks):
+        return [name for names in stacks for name in _selected(names, tensor.name, array)]
+    return [*chain.from_iterable(stacks)]
+
+
+def _selected(names: Sequence[str], name: str, array: Any) -> list[str]:
+    """Return the member of a computed stack that one selection has in the place of another."""
+    selections = [
+        [int(position) for position in selection.positions]
+        for selection in chain.from_iterable(selections_in(array).values())
+        if f".{selection.dim}." in f".{name}" and len(selection.positions) == len(names)
+    ]
+    if name not in names or any(positions != selections[0] for positions in selections):
+        return []
+    place = [positions[names.index(name)] for positions in selections[:1]]
+    return [names[position] for position in place if position < len(names)]
 
 
 def _source(tensor: WantedTensor) -> Any:
