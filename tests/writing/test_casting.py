@@ -256,7 +256,7 @@ class TestTypesOfResults:
         assert int(xckpt.open("out.safetensors")[self.COUNTER]) == 100
         assert xckpt.open("out.safetensors")[self.IDS].values.tolist() == [[0, 1, 2, 3, 4]]
 
-    @pytest.mark.filterwarnings("ignore:divide by zero")
+    @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:.*infinite, unlike the sources")
     def test_infinite_counters_are_an_error_that_helps(self) -> None:
         a, *_ = self.opened()
         hint = r"num_batches_tracked'.* is inf, which int64 cannot hold.*ds\.drop_vars\(name\)"
@@ -453,6 +453,26 @@ class TestTypesOfResults:
                 later.compute()
         save({"fc.weight": np.array([1, np.nan], "f4")}, "stored.safetensors")
         (2 * xckpt.open("stored.safetensors")).ckpt.save("out.safetensors", overwrite=True)
+
+    @pytest.mark.parametrize(
+        ("make", "text"),
+        [
+            (lambda ds: 1 / ds, "1 computed element infinite"),
+            (lambda ds: ds * np.float32(1e39), "3 computed elements NaN or infinite"),
+            (lambda ds: np.exp(ds * 1e5), "2 computed elements infinite"),
+        ],
+        ids=["inverse", "factor", "exponential"],
+    )
+    @pytest.mark.filterwarnings("ignore:overflow", "ignore:divide", "ignore:invalid")
+    def test_computed_infinities_are_counted_and_named(self, make: Any, text: str) -> None:
+        save({"fc.weight": np.array([0, 1, 2], "f4")}, "finite.safetensors")
+        with pytest.warns(CheckpointWarning, match=rf"{text}, unlike the sources: 'fc\.weight'"):
+            make(xckpt.open("finite.safetensors")).ckpt.save("out.safetensors")
+        save({"fc.weight": np.array([0, np.inf, -np.inf], "f4")}, "mask.safetensors")
+        mask = xckpt.open("mask.safetensors")
+        (2 * mask).ckpt.save("out.safetensors", overwrite=True)
+        with pytest.warns(CheckpointWarning, match="2 computed elements NaN, unlike the sources"):
+            (mask - mask).ckpt.save("out.safetensors", overwrite=True)
 
     @pytest.mark.filterwarnings("ignore:.*scales is missing")
     def test_codes_become_floats(self) -> None:

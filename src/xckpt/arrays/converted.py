@@ -51,7 +51,7 @@ __all__ = [
     "bytes_of",
     "cast_block",
     "count_lost",
-    "count_nan",
+    "count_nonfinite",
     "densified",
     "element_type",
     "excess_zeros",
@@ -458,11 +458,13 @@ def _can_vanish(wide: np.dtype[Any], narrow: np.dtype[Any]) -> bool:
     return before.float_format.smallest < after.float_format.smallest
 
 
-def count_nan(values: Array) -> int:
-    """Return how many floats are NaN."""
-    if values.dtype.kind != "f" or not values.size or not np.isnan(values.min()):
-        return 0
-    return int(np.count_nonzero(np.isnan(values)))
+def count_nonfinite(values: Array) -> tuple[int, int]:
+    """Return how many floats are NaN, and how many infinite."""
+    if values.dtype.kind != "f" or not values.size:
+        return 0, 0
+    if np.isfinite(values.min()) and np.isfinite(values.max()):
+        return 0, 0
+    return int(np.count_nonzero(np.isnan(values))), int(np.count_nonzero(np.isinf(values)))
 
 
 @lru_cache

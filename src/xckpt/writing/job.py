@@ -28,7 +28,7 @@ from xckpt.arrays.converted import (
     as_bytes,
     cast_block,
     count_lost,
-    count_nan,
+    count_nonfinite,
     excess_zeros,
     packed_codes,
 )
@@ -70,7 +70,8 @@ _SHORTEST_RUN = 1 << 12
 _OTHER_SHARDS = (
     "shards that were in the folder stay, though the new index names none of them; remove them"
 )
-# Computed tensors with NaN whose sources are read again, to find out whether they have NaN, too.
+# Computed tensors with NaN or infinities whose sources are read again, to find out whether they
+# have some, too.
 _MOST_SOURCES = 16
 
 
@@ -275,7 +276,7 @@ class WriteJob:
         self._warn_of_lost(lost)
 
     def _warn_of_lost(self, lost: Sequence[Array]) -> None:
-        """Warn of lost elements, NaN and new zeros; `lost` has the numbers for each dask array."""
+        """Warn of lost elements, NaN, infinities and zeros; `lost` has the numbers for each dask array."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)  # by element type and tensor
         zeroed: dict[str, Counter[str]] = defaultdict(Counter)
         streams = [planned.data for file in self._files for planned in file.parts]
@@ -283,7 +284,7 @@ class WriteJob:
         for data in converted:
             counts[data.dtype][data.name] += sum(data.lost)
             zeroed[data.dtype][data.name] += sum(data.zeroed)
-        for (name, dtype), (count, _, zeros) in zip(self._stored_types, lost, strict=False):
+        for (name, dtype), (count, _, _, zeros) in zip(self._stored_types, lost, strict=False):
             counts[dtype][name] += int(count)
             zeroed[dtype][name] += int(zeros)
         for dtype, by_tensor in zeroed.items():
@@ -293,9 +294,11 @@ class WriteJob:
                     f"{self.target.path}: most values of {tensors} are too small for {dtype} and "
                     f"written as zero: {some(names)}"
                 )
-        if nans := _new_nans(self._stores, lost):
-            total = counted(sum(nans.values()), "computed element")
-            warn(f"{self.target.path}: {total} NaN, unlike the sources: {some(list(nans))}")
+        if new := _new_nonfinite(self._stores, lost):
+            nans, infinities = (sum(numbers) for numbers in zip(*new.values(), strict=True))
+            total = counted(nans + infinities, "computed element")
+            what = " or ".join(["NaN"] * (nans > 0) + ["infinite"] * (infinities > 0))
+            warn(f"{self.target.path}: {total} {what}, unlike the sources: {some(list(new))}")
         for dtype, by_tensor in counts.items():
             names = [name for name in by_tensor if by_tensor[name]]
             total = counted(by_tensor.total(), "element")
@@ -515,7 +518,7 @@ def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequenc
     values = np.asarray(block).T if is_turned else np.asarray(block)
     if values.dtype.kind == target.declared.kind == "f":
         values = values.astype(target.declared, copy=False)
-    first, lost, nans, zeros = origin[::-1] if is_turned else origin, 0, 0, 0
+    first, counts = origin[::-1] if is_turned else origin, np.zeros(4, np.int64)
     with place.named():
         fileno = open_file(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
         try:
@@ -532,28 +535,35 @@ def _store_block(target: _ArrayTarget, block: Any, place: Place, origin: Sequenc
                 options: Any = {"tensor": target.tensor, "position": position}
                 converted = cast_block(piece, target.dtype, target.cast, **options)
                 if target.cast == "allow":
-                    lost += count_lost(piece, converted)
-                    zeros += excess_zeros(piece, converted)
-                nans += count_nan(piece) if target.is_computed else 0
+                    counts[0] += count_lost(piece, converted)
+                    counts[3] += excess_zeros(piece, converted)
+                if target.is_computed:
+                    counts[1:3] += count_nonfinite(piece)
                 _write_run(place.path, fileno, target, converted, start)
         finally:
             os.close(fileno)
     report(target.observer, nbytes_of(target.dtype, values.size))
-    return np.array([lost, nans, zeros])
+    return counts
 
 
-def _new_nans(stores: Iterable[_ComputedPart], lost: Iterable[Array]) -> dict[str, int]:
-    """Return the numbers of NaN by tensor, unless the sources of the first ones have NaN, too."""
+def _new_nonfinite(
+    stores: Iterable[_ComputedPart], lost: Iterable[Array]
+) -> dict[str, tuple[int, int]]:
+    """Return the numbers of NaN and infinities by tensor, without those that sources explain."""
     from xckpt.arrays.graph import lazies_in  # which imports dask
 
     pairs = zip(stores, lost, strict=False)
-    counts = [(store.data, int(count)) for store, (_, count, _) in pairs if count]
+    found = [(store.data, (int(n), int(i))) for store, (_, n, i, _) in pairs if n or i]
     new = {}
-    for data, count in counts[:_MOST_SOURCES]:
+    for data, (nans, infinities) in found[:_MOST_SOURCES]:
         sources = [lazy_dask_array(lazy) for lazy in lazies_in(data.array).values()]
-        if not any(np.isnan(source).any().compute() for source in sources):
-            new[data.name] = count
-    return new and new | {data.name: count for data, count in counts[_MOST_SOURCES:]}
+        if any(np.isnan(source).any().compute() for source in sources):
+            continue
+        if infinities and any(np.isinf(source).any().compute() for source in sources):
+            infinities = 0
+        if nans or infinities:
+            new[data.name] = nans, infinities
+    return new and new | {data.name: numbers for data, numbers in found[_MOST_SOURCES:]}
 
 
 def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
