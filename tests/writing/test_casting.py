@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
@@ -24,7 +25,6 @@ from xckpt.writing.fitting import choose_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 # Of one byte or two: all their values can be tried.
 SMALL = [name for name, e in ELEMENT_TYPES.items() if e.bits <= 16]
@@ -505,6 +505,27 @@ class TestTypesOfResults:
             assert self.types(mixed)[0] == "float64"
         assert self.types(mixed, dtype="float32", cast="allow")[0] == "float32"
         assert self.types((a + c).astype("float64"))[0] == "float64"
+
+    def test_vectors_of_float64_make_float64_with_a_warning(self) -> None:
+        Path("run").mkdir()
+        for n in (1, 2):
+            tensors = {f"layers.{k}.fc.weight": np.full((4, 4), n, "f4") for k in range(2)}
+            save(tensors, f"run/step-{n}.safetensors")
+        stack, run = xckpt.open("run/step-1.safetensors", stack=True), xckpt.open_steps("run")
+        of_layers = xr.DataArray(np.array([0.5, 1]), dims="layers")
+        of_steps = of_layers.rename(layers="step")
+        wide = {
+            "layers": lambda dtype: stack.assign((stack * of_layers.astype(dtype)).data_vars),
+            "sum": lambda dtype: (run * of_steps.astype(dtype)).sum("step"),
+            "dot": lambda dtype: run.map(xr.dot, args=(of_steps.astype(dtype),), dim="step"),
+        }
+        for make in wide.values():
+            text = r"vectors of float64.*: 'layers\.0\.fc\.weight', 'layers\.1\.fc\.weight'$"
+            with pytest.warns(CheckpointWarning, match=text):
+                make("f8").ckpt.save("out.safetensors", overwrite=True)
+            make("f4").ckpt.save("out.safetensors", overwrite=True)
+        for chosen in (run.astype("f8").sum("step"), (run * 2).quantile(0.5, "step")):
+            chosen.ckpt.save("out.safetensors", overwrite=True)
 
     @pytest.mark.parametrize("dtype", ["?", "u1", "i1", "i2"])
     @pytest.mark.parametrize("stored", ["bfloat16", "float32"])

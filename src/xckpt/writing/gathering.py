@@ -60,8 +60,8 @@ __all__ = [
 ]
 
 _WIDENED = (
-    "float64, though no source is, as with factors that are numpy scalars; float(factor) or "
-    "dtype='float32' with cast='allow' avoids it"
+    "float64, though no source is, as with factors that are numpy scalars or vectors of float64; "
+    "float(factor), weights.astype('float32') or dtype='float32' with cast='allow' avoids it"
 )
 _TURNED = "axes in another order than in the model, as after vector * matrix; this restores it"
 _BROADCAST = (
@@ -88,7 +88,7 @@ _UNNUMBERED = (
     "(.ckpt.unstack() first keeps the numbers)"
 )
 # Names of dask's layers; others, such as casts and quantiles, choose their type.
-_ARITHMETIC = ("add-", "sub-", "mul-", "truediv-", "pow-", "neg-")
+_ARITHMETIC = ("add-", "sub-", "mul-", "truediv-", "pow-", "neg-", "chunk_einsum-")
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
 
 
@@ -524,9 +524,16 @@ def _in_source_type(computed: Computed) -> Computed:
             return computed._replace(dtype=integers[0], rounds=True)
     floats = {name for name in types if ELEMENT_TYPES[name].float_format is not None}
     is_wide = stored.name == "float64" and floats and "float64" not in floats
-    if is_wide and (not is_lazy or array.name.startswith(_ARITHMETIC)):
+    if is_wide and (not is_lazy or _is_arithmetic(array)):
         return computed._replace(widened=_WIDENED)
     return computed
+
+
+def _is_arithmetic(array: Any) -> bool:
+    """Return whether arithmetic chose the type of a dask array, rather than a cast or function."""
+    layers = list(array.dask.layers)
+    is_typed = any(name.startswith("astype-") or "quantile-" in name for name in layers)
+    return any(name.startswith(_ARITHMETIC) for name in ([array.name] if is_typed else layers))
 
 
 def _source_types(computed: Computed) -> set[str]:

@@ -276,7 +276,7 @@ class WriteJob:
         self._warn_of_lost(lost)
 
     def _warn_of_lost(self, lost: Sequence[Array]) -> None:
-        """Warn of lost elements, NaN, infinities and zeros; `lost` has the numbers for each dask array."""
+        """Warn of lost elements, NaN, infinities and zeros; `lost` counts those of dask arrays."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)  # by element type and tensor
         zeroed: dict[str, Counter[str]] = defaultdict(Counter)
         streams = [planned.data for file in self._files for planned in file.parts]
@@ -559,10 +559,9 @@ def _new_nonfinite(
         sources = [lazy_dask_array(lazy) for lazy in lazies_in(data.array).values()]
         if any(np.isnan(source).any().compute() for source in sources):
             continue
-        if infinities and any(np.isinf(source).any().compute() for source in sources):
-            infinities = 0
-        if nans or infinities:
-            new[data.name] = nans, infinities
+        is_new = infinities > 0 and not any(np.isinf(s).any().compute() for s in sources)
+        if nans or is_new:
+            new[data.name] = nans, infinities * is_new
     return new and new | {data.name: numbers for data, numbers in found[_MOST_SOURCES:]}
 
 
