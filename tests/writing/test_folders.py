@@ -386,6 +386,19 @@ class TestResults:
             other.ckpt.save("other/")
         assert names("other") == ["model.safetensors"]
 
+    def test_a_part_of_a_model_without_its_prefix_is_no_model(self) -> None:
+        a = xckpt.open("a")
+        part = a.rename({name: str(name).removeprefix("model.") for name in a}).drop_vars(HEAD)
+        for prefix in ("layers", "lm_head"):
+            left = part.drop_vars(
+                [name for name in part if str(name).startswith(prefix)], errors="ignore"
+            )
+            with pytest.warns(
+                CheckpointWarning, match=r"lacks .* of its 30 tensors.*'config\.json'"
+            ):
+                left.ckpt.save(f"{prefix}/")
+            assert names(prefix) == ["model.safetensors"]
+
     def test_tensors_of_names_that_the_model_lacks_are_named(self) -> None:
         a, b = both()
         wrong = {"model.layers.0.mlp.upproj.weight": b[f"{UP}.weight"]}

@@ -303,7 +303,12 @@ def companions_of(
         if before
         else check_config(config, after)
     )
-    if fit.missing and tensors.keys().isdisjoint(tensor.name for tensor in before):
+    old_names = [tensor.name for tensor in before]
+    if (
+        fit.missing
+        and tensors.keys().isdisjoint(old_names)
+        and _with_rests(tensors).isdisjoint(_with_rests(old_names))
+    ):
         return Companions({})  # such as updates, which describe another model
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
     fit_quantization(fit, dense, is_quantized=is_quantized)
@@ -375,6 +380,12 @@ def _selected(names: Sequence[str], name: str, array: Any) -> list[str]:
         return []
     place = [positions[names.index(name)] for positions in selections[:1]]
     return [names[position] for position in place if position < len(names)]
+
+
+def _with_rests(names: Iterable[str]) -> set[str]:
+    """Return names with and without their first parts, which may be prefixes."""
+    pairs = [(name, name.partition(".")[2]) for name in names]
+    return {name for pair in pairs for name in pair if "." in name}
 
 
 def _source(tensor: WantedTensor) -> Any:
