@@ -475,6 +475,24 @@ class TestResults:
             ((make() + make()) / 2).compute().ckpt.save("out/")
         assert names("out") == ["model.safetensors"]
 
+    def test_a_config_in_attributes_is_compared_with_the_labels(self) -> None:
+        model = {name: value for name, value in llama(0).items() if name != HEAD}
+        xckpt.save(
+            model | {"score.weight": np.ones((2, 8), "f4")}, "a/model.safetensors", overwrite=True
+        )
+        labels = {"id2label": {"0": "no", "1": "yes"}}
+        Path("a/config.json").write_text(json.dumps(LLAMA | labels))
+        mean = ((xckpt.open("a") + xckpt.open("a")) / 2).compute()
+        with pytest.warns(CheckpointWarning, match=r"only its sizes were compared.*'config\.json'"):
+            mean.ckpt.save("out/")
+        assert config("out") == LLAMA | labels
+        more = mean.drop_vars("score.weight").assign(
+            {"score.weight": (("label", "embd"), np.ones((5, 8), "f4"))}
+        )
+        with pytest.warns(CheckpointWarning, match=r"not written, as labels 2: the tensors have 5"):
+            more.ckpt.save("more/")
+        assert names("more") == ["model.safetensors"]
+
     @pytest.mark.parametrize("kind", ["zarr", "netcdf"])
     @pytest.mark.filterwarnings("ignore:Consolidated metadata", "ignore:.*became JSON text")
     def test_a_stack_whose_record_is_lost_has_no_config(self, kind: str) -> None:

@@ -81,6 +81,9 @@ _LABELS = ("id2label", "label2id")
 _REORDERED = "the rows of the vocabulary are in another order"
 _OTHER_TYPE = "of another type than {} of config.json, which transformers converts them to"
 _OF_ATTRS = "written from the attributes, without tokenizer, as no files are beside the tensors"
+_NOT_COMPARED = (
+    "; only its sizes were compared, and tensors that the model lacks or misses are unknown"
+)
 _NO_CONFIG = (
     "no config.json or tokenizer is known for the tensors, and none is written; copy those of the "
     "model, such as"
@@ -298,11 +301,7 @@ def companions_of(
     config = (parsed | stated).get(_CONFIG) or {}
     sources = {tensor.name: _source(tensor) for tensor in tensors.values()}
     edited = origin.edited(config)
-    fit = (
-        fit_config(config, before, after, sources, edited)
-        if before
-        else check_config(config, after)
-    )
+    fit = fit_config(config, before, after, sources, edited) if before else _checked(config, after)
     old_names = [tensor.name for tensor in before]
     if (
         fit.missing
@@ -330,7 +329,10 @@ def companions_of(
     if not (files or stated) and _is_model(origin, after, target):
         changes.add(_NO_CONFIG, _CONFIG)
     written = new.get(_CONFIG) if _CONFIG in contents else None
-    notes = _notes(origin, contents, files), _other_types(written or {}, before, after)
+    notes = (
+        _notes(origin, contents, files, is_compared=bool(before)),
+        _other_types(written or {}, before, after),
+    )
     for change, name in chain.from_iterable(notes):
         changes.add(change, name)
     changes.add_all(_ADDED.format(place.name), fit.added if _CONFIG in files else ())
@@ -382,6 +384,25 @@ def _selected(names: Sequence[str], name: str, array: Any) -> list[str]:
     return [names[position] for position in place if position < len(names)]
 
 
+def _checked(config: Mapping[str, Any], tensors: Sequence[Described]) -> ConfigFit:
+    """Return a config with what tensors contradict in it: sizes and the number of labels."""
+    fit = check_config(config, tensors)
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict | list) else config.get("num_labels")
+    structure = Structure(tensors)
+    extents = {
+        extent
+        for tensor in tensors
+        for axis, extent in zip(structure[tensor.name].axes, tensor.shape, strict=True)
+        if axis == "label"
+    }
+    # Detectors have one more, for no object.
+    if isinstance(count, int) and extents and extents.isdisjoint({count, count + 1}):
+        new = " and ".join(map(str, sorted(extents)))
+        fit.problems.append(f"labels {count}: the tensors have {new}")
+    return fit
+
+
 def _with_rests(names: Iterable[str]) -> set[str]:
     """Return names with and without their first parts, which may be prefixes."""
     pairs = [(name, name.partition(".")[2]) for name in names]
@@ -398,12 +419,12 @@ def _source(tensor: WantedTensor) -> Any:
 
 
 def _notes(
-    origin: Origin, contents: Collection[str], files: Collection[str]
+    origin: Origin, contents: Collection[str], files: Collection[str], *, is_compared: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield notes of configs that are from the attributes, or that hold for some sources only."""
     for name in contents:
         if name not in files:
-            yield _OF_ATTRS, name
+            yield _OF_ATTRS if is_compared or name != _CONFIG else _OF_ATTRS + _NOT_COMPARED, name
     if origin.folder is None:
         return
     for name in (_CONFIG, _TOKENIZER):
