@@ -394,10 +394,10 @@ def _checked(config: Mapping[str, Any], tensors: Sequence[Described]) -> ConfigF
         extent
         for tensor in tensors
         for axis, extent in zip(structure[tensor.name].axes, tensor.shape, strict=True)
-        if axis == "label"
+        # A head for the order of sentences always has two.
+        if axis == "label" and structure[tensor.name].slot == "classifier"
     }
-    # Detectors have one more, for no object.
-    if isinstance(count, int) and extents and extents.isdisjoint({count, count + 1}):
+    if isinstance(count, int) and extents and extents != {count}:
         new = " and ".join(map(str, sorted(extents)))
         fit.problems.append(f"labels {count}: the tensors have {new}")
     return fit
