@@ -685,6 +685,18 @@ class TestResults:
         xckpt.convert("a", "out/", names=lambda name: name.removeprefix("model."))
         assert config("out") == LLAMA
 
+    @pytest.mark.parametrize("how", ["convert", "rename"])
+    def test_another_prefix_does_not_fit_the_config(self, how: str) -> None:
+        a = xckpt.open("a")
+        new = {name: str(name).replace("model.", "transformer.", 1) for name in a}
+        write: dict[str, Any] = {
+            "convert": lambda: xckpt.convert("a", "out/", names=[(r"^model\.", "transformer.")]),
+            "rename": lambda: a.rename(new).ckpt.save("out/"),
+        }
+        with pytest.warns(CheckpointWarning, match=r"no tensor has the name .* any more: 'config"):
+            write[how]()
+        assert names("out") == ["model.safetensors", "tokenizer.json"]
+
     @pytest.mark.parametrize("old", ["", "model.norm"])
     def test_other_names_do_not_fit_the_config(self, old: str) -> None:
         with pytest.warns(CheckpointWarning, match=r"no tensor has the name .* any more: 'config"):

@@ -309,6 +309,7 @@ def companions_of(
         and _with_rests(tensors).isdisjoint(_with_rests(old_names))
     ):
         return Companions({})  # such as updates, which describe another model
+    fit.renamed = fit.renamed or _with_other_prefixes(old_names, tensors)
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
     fit_quantization(fit, dense, is_quantized=is_quantized)
     _check_order(fit, origin, tensors.values(), after, files)
@@ -401,6 +402,18 @@ def _checked(config: Mapping[str, Any], tensors: Sequence[Described]) -> ConfigF
         new = " and ".join(map(str, sorted(extents)))
         fit.problems.append(f"labels {count}: the tensors have {new}")
     return fit
+
+
+def _with_other_prefixes(before: Iterable[str], after: Iterable[str]) -> str:
+    """Name the tensors that got another prefix instead of their own; loaders add or remove one."""
+    old, new = (
+        {name.removeprefix("_orig_mod.").removeprefix("module."): name for name in names}
+        for names in (before, after)
+    )
+    gone = {bare.partition(".")[2]: old[bare] for bare in old if bare not in new}
+    rests = [bare.partition(".")[2] for bare in new if bare not in old]
+    names = [gone[rest] for rest in rests if "." in rest and rest in gone]
+    return f"no tensor has the name {some(names, 'names', 3)} any more" if names else ""
 
 
 def _with_rests(names: Iterable[str]) -> set[str]:
