@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = ["ConfigFit", "check_config", "check_kinds", "fit_config", "fit_quantization"]
+__all__ = [
+    "ConfigFit",
+    "check_config",
+    "check_kinds",
+    "check_labels",
+    "fit_config",
+    "fit_quantization",
+]
 
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
@@ -210,8 +217,7 @@ def _check_edited_labels(
     for key in (key for key in _KEYS["label"] if key in fit.edited and key in fit.config):
         was, now = (_count(c[key]) if key in c else None for c in (config, fit.config))
         if new and now is not None and now not in new and (was is None or was in old):
-            rows = " and ".join(map(str, sorted(new)))
-            fit.problems.append(f"{key} {now}: the classifier has {rows} rows")
+            fit.problems.append(_other_rows(key, now, new))
     labels, numbers = (fit.config.get(key) for key in ("id2label", "label2id"))
     if isinstance(labels, dict) and isinstance(numbers, dict):
         pairs = {(str(number), str(label)) for number, label in labels.items()}
@@ -220,6 +226,19 @@ def _check_edited_labels(
         }:
             is_edited = "label2id" in fit.edited
             fit.other_labels = "id2label" if is_edited else "label2id"
+
+
+def check_labels(fit: ConfigFit, tensors: Sequence[Described]) -> None:
+    """Compare the labels of a config with the rows of classifiers, whose old ones are unknown."""
+    rows = _label_counts(Structure(tensors), {tensor.name: tensor.shape for tensor in tensors})
+    for key in _KEYS["label"] if rows else ():
+        count = _count(fit.config.get(key))
+        if count is not None and rows != {count}:
+            fit.problems.append(_other_rows(key, count, rows))
+
+
+def _other_rows(key: str, count: int, rows: Collection[int]) -> str:
+    return f"{key} {count}: the classifier has {' and '.join(map(str, sorted(rows)))} rows"
 
 
 def _label_counts(structure: Structure, shapes: Mapping[str, Shape]) -> set[int]:
@@ -235,7 +254,7 @@ def _label_counts(structure: Structure, shapes: Mapping[str, Shape]) -> set[int]
 
 def _count(value: Any) -> int | None:
     """Return a number, or the number of names; None for other values."""
-    if isinstance(value, dict):
+    if isinstance(value, dict | list):
         return len(value)
     return value if type(value) is int else None
 

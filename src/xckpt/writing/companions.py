@@ -37,6 +37,7 @@ from xckpt.structure.config_fit import (
     ConfigFit,
     check_config,
     check_kinds,
+    check_labels,
     fit_config,
     fit_quantization,
 )
@@ -301,7 +302,11 @@ def companions_of(
     config = (parsed | stated).get(_CONFIG) or {}
     sources = {tensor.name: _source(tensor) for tensor in tensors.values()}
     edited = origin.edited(config)
-    fit = fit_config(config, before, after, sources, edited) if before else _checked(config, after)
+    if before:
+        fit = fit_config(config, before, after, sources, edited)
+    else:
+        fit = check_config(config, after)
+        check_labels(fit, after)
     old_names = [tensor.name for tensor in before]
     if (
         fit.missing
@@ -383,25 +388,6 @@ def _selected(names: Sequence[str], name: str, array: Any) -> list[str]:
         return []
     place = [positions[names.index(name)] for positions in selections[:1]]
     return [names[position] for position in place if position < len(names)]
-
-
-def _checked(config: Mapping[str, Any], tensors: Sequence[Described]) -> ConfigFit:
-    """Return a config with what tensors contradict in it: sizes and the number of labels."""
-    fit = check_config(config, tensors)
-    labels = config.get("id2label")
-    count = len(labels) if isinstance(labels, dict | list) else config.get("num_labels")
-    structure = Structure(tensors)
-    extents = {
-        extent
-        for tensor in tensors
-        for axis, extent in zip(structure[tensor.name].axes, tensor.shape, strict=True)
-        # A head for the order of sentences always has two.
-        if axis == "label" and structure[tensor.name].slot == "classifier"
-    }
-    if isinstance(count, int) and extents and extents != {count}:
-        new = " and ".join(map(str, sorted(extents)))
-        fit.problems.append(f"labels {count}: the tensors have {new}")
-    return fit
 
 
 def _with_other_prefixes(before: Iterable[str], after: Iterable[str]) -> str:
