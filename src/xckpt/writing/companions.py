@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import filecmp
 import json
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -98,7 +97,7 @@ _OTHER_SCALES = (
     "factors of adapters are combined as if all had the scale of {}/ (base.ckpt.merge(adapter), "
     "called for each, uses their own)"
 )
-_FACTOR = re.compile(r"\.lora_(embedding_)?A(\.|$)")
+_FACTORS = frozenset({"lora_A", "lora_embedding_A"})
 # Values of `adapter_config.json` that scale updates.
 _SCALES = ("lora_alpha", "r", "use_rslora", "alpha_pattern", "rank_pattern")
 
@@ -478,7 +477,8 @@ def _other_ranks(
         return {}
     stated = [rank, *(pattern.values() if isinstance(pattern, dict) else ())]
     old = {tensor.name: tensor.shape for tensor in before}
-    new = [t for t in after if _FACTOR.search(t.name) and old.get(t.name) != t.shape]
+    new = [t for t in after if old.get(t.name) != t.shape]
+    new = [t for t in new if not _FACTORS.isdisjoint(t.name.split("."))]
     ranks = sorted({t.shape[0] for t in new if t.shape and t.shape[0] not in stated})
     text = f"r {rank}: the tensors have {', '.join(map(str, ranks))}"
     return {_ADAPTER_CONFIG: text} if ranks else {}
