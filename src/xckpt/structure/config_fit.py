@@ -84,7 +84,7 @@ class ConfigFit:
     #: Numbers of tokens that have no row: "pad_token_id: 32".
     unknown_tokens: dict[str, None] = field(default_factory=dict)
     #: The key of labels, or of their numbers, that an edit of the other one contradicts.
-    other_labels: str = ""
+    contradicted_key: str = ""
     #: Keys whose values the user set.
     edited: frozenset[str] = frozenset()
 
@@ -113,7 +113,7 @@ def check_config(
     """Return a config with the sizes that tensors contradict, whose old tensors are unknown."""
     fit = ConfigFit(deepcopy(dict(config)))
     structure, stated = Structure(tensors), model_facts({"config": config}).sizes
-    known = sizes_stated_in(fit.config)
+    sizes_by_axis = sizes_stated_in(fit.config)
     extents: dict[str, set[int]] = defaultdict(set)
     layers = set()
     for tensor in tensors:
@@ -125,13 +125,17 @@ def check_config(
         extents.pop("layer", None)
     elif layers:
         extents["layer"] = {len(layers)}
-    elif "layer" in known and "layer" not in extents:
-        fit.problems.append(f"{fit.place(known['layer'])} {known['layer'].value}: {_NO_LAYERS}")
+    elif "layer" in sizes_by_axis and "layer" not in extents:
+        fit.problems.append(
+            f"{fit.place(sizes_by_axis['layer'])} {sizes_by_axis['layer'].value}: {_NO_LAYERS}"
+        )
     for axis, sizes in extents.items():
         factors = [stated[name] for name in axis.split("*") if name in stated]
         if len(factors) == axis.count("*") + 1 and sizes != {prod(factors)}:
             new = " and ".join(map(str, sorted(sizes)))
-            sizes_of_axis = [known[name] for name in axis.split("*") if name in known]
+            sizes_of_axis = [
+                sizes_by_axis[name] for name in axis.split("*") if name in sizes_by_axis
+            ]
             keys = [f"{fit.place(size)} {size.value}" for size in sizes_of_axis]
             is_known = len(keys) == len(factors)
             text = " and ".join(keys) if is_known else f"{axis} {prod(factors)}"
@@ -225,7 +229,7 @@ def _check_edited_labels(
             (str(number), label) for label, number in numbers.items()
         }:
             is_edited = "label2id" in fit.edited
-            fit.other_labels = "id2label" if is_edited else "label2id"
+            fit.contradicted_key = "id2label" if is_edited else "label2id"
 
 
 def check_labels(fit: ConfigFit, tensors: Sequence[Described]) -> None:

@@ -496,8 +496,8 @@ def _add_changes(
         elif name == _CONFIG:
             changes.add_all(_CORRECTED, fit.corrections)
             changes.add_all("config.json names tokens that have no row", fit.unknown_tokens)
-            if fit.other_labels:
-                changes.add("labels of config.json that an edit contradicts", fit.other_labels)
+            if fit.contradicted_key:
+                changes.add("labels of config.json that an edit contradicts", fit.contradicted_key)
 
 
 def _data(content: bytes | Path) -> bytes:
