@@ -430,9 +430,9 @@ def check_kinds(
         stated = _size_of_stack(stem, fit.config, size)
         lists = _lists_by_layer(stated) if stated is not None else {}
         for name, number in numbers.items() if lists else ():
-            others = {*_layers(stored[name]).get(stem, {}).values()}
+            origins = {*_layers(stored[name]).get(stem, {}).values()}
             for key, kinds in lists.items():
-                old = [kinds[n] for n in others if n < len(kinds)]
+                old = [kinds[n] for n in origins if n < len(kinds)]
                 if old and number < len(kinds) and kinds[number] not in old:
                     moved[key] = None
     if moved:
