@@ -275,7 +275,6 @@ def convert(
         engine,
         overwrite=overwrite,
         storage_options=storage_options,
-        is_part=tensors is not None or exclude is not None,
     )
     with closing(source), into as target, locating(path=source.name):
         with paused_collector():

@@ -202,11 +202,10 @@ def new_target(
     *,
     overwrite: bool,
     storage_options: dict[str, Any] | None,
-    is_part: bool = False,
 ) -> Iterator[Target]:
     """Return the target for a path or URL of a file, or of a folder, which is made if missing.
 
-    A folder gets the files that describe the model, unless its tensors are only a part of it.
+    A folder gets the files that describe the model, as far as they hold for its tensors.
     """
     if not _is_folder(path):
         yield Target.of(path, overwrite=overwrite, storage_options=storage_options)
@@ -215,7 +214,7 @@ def new_target(
     file = f"{folder}/model{formats.get(engine or _FOLDER_FORMAT).suffixes[0]}"
     target = Target.of(file, overwrite=overwrite, storage_options=storage_options)
     with made_folder(folder):
-        yield target._replace(is_folder=not is_part and not is_remote(folder))
+        yield target._replace(is_folder=not is_remote(folder))
 
 
 @contextmanager
