@@ -514,7 +514,7 @@ class TestTypesOfResults:
         stack, run = xckpt.open("run/step-1.safetensors", stack=True), xckpt.open_steps("run")
         of_layers = xr.DataArray(np.array([0.5, 1]), dims="layers")
         of_steps = of_layers.rename(layers="step")
-        wide = {
+        wide: dict[str, Any] = {
             "layers": lambda dtype: stack.assign((stack * of_layers.astype(dtype)).data_vars),
             "sum": lambda dtype: (run * of_steps.astype(dtype)).sum("step"),
             "dot": lambda dtype: run.map(xr.dot, args=(of_steps.astype(dtype),), dim="step"),

@@ -490,7 +490,9 @@ class TestResults:
         more = mean.drop_vars("score.weight").assign(
             {"score.weight": (("label", "embd"), np.ones((3, 8), "f4"))}
         )
-        with pytest.warns(CheckpointWarning, match=r"not written, as labels 2: the tensors have 3"):
+        with pytest.warns(
+            CheckpointWarning, match=r"not written, as id2label 2: the classifier has 3 rows"
+        ):
             more.ckpt.save("more/")
         assert names("more") == ["model.safetensors"]
 
