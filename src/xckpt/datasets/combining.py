@@ -137,15 +137,15 @@ def _matches(
             a.turned() if a.is_turned(shapes[name], c) else a for a, c in ordered
         ]
         if of_name[0].kind == "update":  # which has its own tensor, or is of a tied one
-            own, *others = of_name
-            missing += [a.base for a in others if not _are_equal(own, a, changes)]
-            of_name = [own]
+            update, *heads = of_name
+            missing += [a.base for a in heads if not _are_equal(update, a, changes)]
+            of_name = [update]
         matches[name] = of_name
     return matches, missing
 
 
 def _are_equal(a: Adapter, b: Adapter, changes: OpenTensors) -> bool:
-    """Return whether two updates have the same values, as those of a tied head do."""
+    """Return whether two updates have the same values, as for a tied head."""
     first, second = (da.asarray(changes.variable(x.tensors["value"]).data) for x in (a, b))
     return first.shape == second.shape and bool((first == second).all().compute())
 
@@ -349,8 +349,8 @@ def _steps(lazy: Any) -> set[str]:
 def _is_of_one(array: Any, lazies: Mapping[str, Any]) -> bool:
     """Return whether the first and last elements are of one checkpoint each, as after `concat`."""
     shares = [
-        with_values(array, lambda name, *args, own=own: _ones(name, *args) * (name == own))
-        for own in lazies
+        with_values(array, lambda name, *args, layer=layer: _ones(name, *args) * (name == layer))
+        for layer in lazies
     ]
     ends = [[share[(end,) * share.ndim] for end in (0, -1)] for share in shares]
     with warnings.catch_warnings():  # of a division by zero

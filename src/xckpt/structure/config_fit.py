@@ -421,7 +421,7 @@ def _lists_by_layer(size: StatedSize) -> dict[str, list[Any]]:
 def check_kinds(
     fit: ConfigFit, structure: Structure, stored: Mapping[str, Collection[str]]
 ) -> None:
-    """Note layers that have values of the config which are those of other layers."""
+    """Note layers that moved to places with other values of the config."""
     # `stored` has the names of the tensors that a tensor is read or computed from.
     of_layers = [name for name in stored if "layer" in dict(structure[name].indices[:1])]
     size = sizes_stated_in(fit.config).get("layer")

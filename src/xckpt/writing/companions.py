@@ -390,14 +390,14 @@ def _selected(names: Sequence[str], name: str, array: Any) -> list[str]:
 
 
 def _with_other_prefixes(before: Iterable[str], after: Iterable[str]) -> str:
-    """Name the tensors that got another prefix instead of their own; loaders add or remove one."""
+    """Name the tensors with another prefix than before; loaders add or remove one."""
     old, new = (
         {name.removeprefix("_orig_mod.").removeprefix("module."): name for name in names}
         for names in (before, after)
     )
     gone = {bare.partition(".")[2]: old[bare] for bare in old if bare not in new}
     rests = [bare.partition(".")[2] for bare in new if bare not in old]
-    names = [gone[rest] for rest in rests if "." in rest and rest in gone]
+    names = [gone[name] for name in rests if "." in name and name in gone]
     return f"no tensor has the name {some(names, 'names', 3)} any more" if names else ""
 
 

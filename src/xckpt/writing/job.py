@@ -276,7 +276,7 @@ class WriteJob:
         self._warn_of_lost(lost)
 
     def _warn_of_lost(self, lost: Sequence[Array]) -> None:
-        """Warn of lost elements, NaN, infinities and zeros; `lost` counts those of dask arrays."""
+        """Warn of lost elements, NaN, infinities and zeros, which `lost` counts for dask arrays."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)  # by element type and tensor
         zeroed: dict[str, Counter[str]] = defaultdict(Counter)
         streams = [planned.data for file in self._files for planned in file.parts]
@@ -297,8 +297,8 @@ class WriteJob:
         if new := _new_nonfinite(self._stores, lost):
             nans, infinities = (sum(numbers) for numbers in zip(*new.values(), strict=True))
             total = counted(nans + infinities, "computed element")
-            what = " or ".join(["NaN"] * (nans > 0) + ["infinite"] * (infinities > 0))
-            warn(f"{self.target.path}: {total} {what}, unlike the sources: {some(list(new))}")
+            kinds = " or ".join(["NaN"] * (nans > 0) + ["infinite"] * (infinities > 0))
+            warn(f"{self.target.path}: {total} {kinds}, unlike the sources: {some(list(new))}")
         for dtype, by_tensor in counts.items():
             names = [name for name in by_tensor if by_tensor[name]]
             total = counted(by_tensor.total(), "element")
@@ -553,16 +553,16 @@ def _new_nonfinite(
     from xckpt.arrays.graph import lazies_in  # which imports dask
 
     pairs = zip(stores, lost, strict=False)
-    found = [(store.data, (int(n), int(i))) for store, (_, n, i, _) in pairs if n or i]
+    counts = [(store.data, (int(n), int(i))) for store, (_, n, i, _) in pairs if n or i]
     new = {}
-    for data, (nans, infinities) in found[:_MOST_SOURCES]:
+    for data, (nans, infinities) in counts[:_MOST_SOURCES]:
         sources = [lazy_dask_array(lazy) for lazy in lazies_in(data.array).values()]
         if any(np.isnan(source).any().compute() for source in sources):
             continue
         is_new = infinities > 0 and not any(np.isinf(s).any().compute() for s in sources)
         if nans or is_new:
             new[data.name] = nans, infinities * is_new
-    return new and new | {data.name: numbers for data, numbers in found[_MOST_SOURCES:]}
+    return new and new | {data.name: numbers for data, numbers in counts[_MOST_SOURCES:]}
 
 
 def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
