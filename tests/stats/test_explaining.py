@@ -380,17 +380,25 @@ def test_exchanged_heads() -> None:
     assert row.loc["w", "cause"] == "rows_permuted"
 
 
-def test_a_rounded_tensor_is_verified_in_the_pass_that_measures_it(tmp_path: Path) -> None:
-    w = np.random.default_rng(0).standard_normal((2048, 1024), np.float32)
+def counted(
+    folder: Path, *matrices: np.ndarray[Any, Any]
+) -> tuple[list[CountingSource], list[xr.Dataset]]:
+    """Return sources that count what is read of files of one matrix, and their Datasets."""
     sources = []
-    for name, values in {"a": w, "b": w.astype(np.float16).astype(np.float32)}.items():
-        path = tmp_path / f"{name}.safetensors"
+    for number, values in enumerate(matrices):
+        path = folder / f"{number}.safetensors"
         xckpt.save({"w": values}, path)
         sources.append(CountingSource(path.read_bytes()))
     sides = [
         make_dataset(source, formats.get("safetensors").read(source), OpenOptions())
         for source in sources
     ]
+    return sources, sides
+
+
+def test_a_rounded_tensor_is_verified_in_the_pass_that_measures_it(tmp_path: Path) -> None:
+    w = np.random.default_rng(0).standard_normal((2048, 1024), np.float32)
+    sources, sides = counted(tmp_path, w, w.astype(np.float16).astype(np.float32))
     table = explained(*sides)
     assert table.loc["w", "cause"] == "rounded"
     assert max(source.nbytes_read for source in sources) < 1.2 * w.nbytes
@@ -401,15 +409,7 @@ def test_a_rounded_tensor_is_verified_in_the_pass_that_measures_it(tmp_path: Pat
 def test_a_large_matrix_with_permuted_rows_is_read_few_times(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     w = rng.standard_normal((8192, 1024), np.float32)
-    sources = []
-    for name, values in {"a": w, "b": w[rng.permutation(len(w))]}.items():
-        path = tmp_path / f"{name}.safetensors"
-        xckpt.save({"w": values}, path)
-        sources.append(CountingSource(path.read_bytes()))
-    sides = [
-        make_dataset(source, formats.get("safetensors").read(source), OpenOptions())
-        for source in sources
-    ]
+    sources, sides = counted(tmp_path, w, w[rng.permutation(len(w))])
     assert explained(*sides).loc["w", "cause"] == "rows_permuted"
     assert max(source.nbytes_read for source in sources) < 5 * w.nbytes
 

@@ -125,9 +125,14 @@ def _has_stacks(lazy: LazyArray) -> bool:
     return any(o.opened and o.opened.stacks for o in islice(lazy.tensor_origins, 1))
 
 
-def _with_layers(array: da.Array, layers: Mapping[str, Layer]) -> da.Array:
-    dependencies = {**dict.fromkeys(layers, frozenset[str]()), **array.dask.dependencies}
-    graph = HighLevelGraph({**array.dask.layers, **layers}, dependencies)
+def _with_layers(
+    array: da.Array,
+    layers: Mapping[str, Layer],
+    dependencies: Mapping[str, AbstractSet[str]] | None = None,
+) -> da.Array:
+    """Return an array whose graph has other or more layers; new ones depend on none by default."""
+    before = {**dict.fromkeys(layers, frozenset[str]()), **array.dask.dependencies}
+    graph = HighLevelGraph({**array.dask.layers, **layers}, before | dict(dependencies or {}))
     return _dask_array()(graph, array.name, array.chunks, meta=array._meta)  # noqa: SLF001
 
 
@@ -289,7 +294,8 @@ def _ndim(name: str, layer: Layer) -> int | None:
 
 def with_blocks(array: da.Array, change: Callable[[Any], Any]) -> da.Array:
     """Return the array that is computed from changed blocks of the lazy arrays."""
-    layers, dependencies = dict(array.dask.layers), dict(array.dask.dependencies)
+    layers: dict[str, Layer] = {}
+    dependencies: dict[str, AbstractSet[str]] = {}
     for name, layer in array.dask.layers.items():
         if isinstance(layer, TensorLayer):
             read = f"{name}-unchanged"
@@ -297,14 +303,13 @@ def with_blocks(array: da.Array, change: Callable[[Any], Any]) -> da.Array:
             positions = [key[1:] for key in layer.get_output_keys()]
             tasks = {(name, *position): (change, (read, *position)) for position in positions}
             layers[name] = MaterializedLayer(tasks)
-            dependencies |= {read: set(), name: {read}}
-    graph = HighLevelGraph(layers, dependencies)
-    return _dask_array()(graph, array.name, array.chunks, meta=array._meta)  # noqa: SLF001
+            dependencies[name] = {read}
+    return _with_layers(array, layers, dependencies)
 
 
 def with_values(array: da.Array, values: Callable[[str, LazyArray, Any], Any]) -> da.Array:
     """Return the array that is computed from other blocks of the lazy arrays; none is read."""
-    layers = dict(array.dask.layers)
+    layers: dict[str, Layer] = {}
     for name, layer in array.dask.layers.items():
         if isinstance(layer, TensorLayer):
             slices = _slices(layer.chunks)
@@ -313,8 +318,7 @@ def with_values(array: da.Array, values: Callable[[str, LazyArray, Any], Any]) -
                 for key in layer.get_output_keys()
             }
             layers[name] = MaterializedLayer(tasks)
-    graph = HighLevelGraph(layers, dict(array.dask.dependencies))
-    return _dask_array()(graph, array.name, array.chunks, meta=array._meta)  # noqa: SLF001
+    return _with_layers(array, layers)
 
 
 def is_stored(array: Any) -> bool:

@@ -192,10 +192,9 @@ def _check_edited_layers(
 ) -> None:
     """Compare edited numbers of layers with the layers of stacks that they counted before."""
     size, edited = (sizes_stated_in(c).get("layer") for c in (config, fit.config))
-    of_layers = [name for name in structure if "layer" in dict(structure[name].indices[:1])]
     after = _layers(new)
     problems: dict[str, None] = {}
-    for stem, numbers in _layers(of_layers).items():
+    for stem, numbers in _stacks(structure, structure).items():
         was = _size_of_stack(stem, config, size)
         now = _size_of_stack(stem, fit.config, edited)
         present = {*after.get(stem, {}).values()}
@@ -329,16 +328,20 @@ def _layers(names: Iterable[str]) -> dict[str, dict[str, int]]:
     return numbers
 
 
+def _stacks(structure: Structure, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Return the numbers of the layers of each stack, by the name up to the number."""
+    return _layers([name for name in names if "layer" in dict(structure[name].indices[:1])])
+
+
 def _fit_layers(
     fit: ConfigFit, size: StatedSize | None, structure: Structure, new: Collection[str]
 ) -> set[str]:
     """Correct the numbers of layers; return the names of the tensors of layers that are gone."""
-    of_layers = [name for name in structure if ("layer" in dict(structure[name].indices[:1]))]
     after = _layers(new)
     gone: set[str] = set()
     sizes: dict[tuple[int, str], StatedSize] = {}
     stacks: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(dict)
-    for stem, numbers in _layers(of_layers).items():
+    for stem, numbers in _stacks(structure, structure).items():
         stated = _size_of_stack(stem, fit.config, size)
         # Stacks of layers whose number the config states.
         if stated is not None and _are_all(set(numbers.values()), stated.value):
@@ -423,10 +426,9 @@ def check_kinds(
 ) -> None:
     """Note layers that moved to places with other values of the config."""
     # `stored` has the names of the tensors that a tensor is read or computed from.
-    of_layers = [name for name in stored if "layer" in dict(structure[name].indices[:1])]
     size = sizes_stated_in(fit.config).get("layer")
     moved: dict[str, None] = {}
-    for stem, numbers in _layers(of_layers).items():
+    for stem, numbers in _stacks(structure, stored).items():
         stated = _size_of_stack(stem, fit.config, size)
         lists = _lists_by_layer(stated) if stated is not None else {}
         for name, number in numbers.items() if lists else ():
