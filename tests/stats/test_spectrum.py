@@ -58,6 +58,10 @@ def matrices() -> Iterator[np.ndarray[Any, Any]]:
         yield array
 
 
+def complex_or_real(parts: Any, dtype: Any) -> Any:
+    return parts[0] + 1j * parts[1] if np.dtype(dtype).kind == "c" else parts[0]
+
+
 def wide(array: Any) -> Any:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
@@ -98,6 +102,29 @@ class TestSingularValues:
                 np.testing.assert_allclose(statistics["condition"], 1 / share[-1], rtol=2e-6)
             else:
                 assert np.isnan(statistics["condition"])
+
+    @pytest.mark.parametrize(
+        "smallest",
+        [[1e-5], [1e-6, 3e-9], [0.0], np.geomspace(4e-5, 1e-4, 12), np.full(12, 8e-5)],
+        ids=["one", "two", "none", "close to visible ones", "equal"],
+    )
+    @pytest.mark.parametrize("dtype", ["float64", "complex128"])
+    def test_a_few_values_that_rounding_hides(
+        self, smallest: Any, dtype: Any, tmp_path: Path
+    ) -> None:
+        rng = np.random.default_rng(5)
+        values = np.concatenate([np.geomspace(1, 2e-4, 400 - len(smallest)), smallest])
+        left, right = (
+            np.linalg.qr(complex_or_real(rng.standard_normal((2, size, 400)), dtype))[0]
+            for size in (500, 400)
+        )
+        array = left * values @ right.conj().T
+        xckpt.save(xr.Dataset({"m": (("a", "b"), array)}), tmp_path / "m.zt", version="2")
+        result = xckpt.spectrum(tmp_path / "m.zt", values=True, progress=False)["m"].values
+        expected = np.sort(values)[::-1]
+        above_floor = ~np.isnan(result)
+        assert (above_floor == (expected > FLOOR)).all()
+        np.testing.assert_allclose(result[above_floor], expected[above_floor], rtol=1e-6)
 
     @pytest.mark.parametrize("order", "CF")
     def test_matrices_that_are_read_in_blocks(self, order: Any, tmp_path: Path) -> None:
