@@ -126,6 +126,12 @@ class QuantizedArray(_OfParts):
         factor = self.quantization.factor
         return scales if factor is None else scales * np.float32(factor)
 
+    def biases(self, start: Shape, stop: Shape) -> Array:
+        """Return the stored number that is added to every element in a box."""
+        entries, grid = self._entries_and_grid(_Box(start, stop))
+        biases: Array = self._grid("biases", grid)[_places_in(grid, entries)]
+        return biases
+
     def chunks(self, target: int) -> Chunks:
         """Return chunks along the slowest axis of the stored codes; see `LazyArray.chunks`."""
         axes = self.quantization.axes or tuple(range(self.ndim))

@@ -26,8 +26,8 @@ from xckpt.arrays.dequantize import decode
 from xckpt.arrays.kinds import kind_named
 from xckpt.arrays.scaled import QuantizedArray
 from xckpt.arrays.streams import ArrayStream
-from xckpt.comparison.relations.causes import FRACTION_BITS
-from xckpt.elements import BLOCK_TYPES
+from xckpt.comparison.relations.causes import FRACTION_BITS, spacing_of
+from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -481,32 +481,41 @@ def _grade(name: str, blocks: Array, byteorder: str) -> Array:
         else:
             scale = _iq4_scale(name, blocks)[..., None]
             groups = values.reshape(len(blocks), scale.shape[1], -1)
-            return _grade_by_table(grades, groups, scale, _IQ4, (F32(1), beyond))
+            return _grade_by_table(grades, groups, scale, _IQ4, (beyond, F32(1), beyond))
     grades["below"] = (np.where(is_low, allowed, middle) + slack).reshape(values.shape)
     grades["above"] = (np.where(is_high, allowed, middle) + slack).reshape(values.shape)
     return grades.reshape(-1)
 
 
 def _grade_by_table(
-    grades: Array, groups: Array, scale: Array, table: Array, allowed: tuple[Any, Any]
+    grades: Array, groups: Array, scale: Array, table: Array, allowed: tuple[Any, Any, Any]
 ) -> Array:
     """Grade elements whose levels are the values of a table times a scale.
 
-    `allowed` has two shares of the distance to the next level: within the levels, and beyond them.
+    `allowed` has three shares of the distance to the next level: below the first level of the
+    table, between levels, and above the last one.
     """
-    within, beyond = allowed
+    first, within, last = allowed
     codes = groups / np.where(scale == 0, F32(1), scale)
     at = np.clip(np.searchsorted((table[1:] + table[:-1]) / 2, codes), 0, len(table) - 1)
     gaps = np.diff(table)
     size = np.abs(scale)
-    below = np.concatenate([[beyond * gaps[0]], within * gaps]).astype(F32)[at] * size
-    above = np.concatenate([within * gaps, [beyond * gaps[-1]]]).astype(F32)[at] * size
+    below = np.concatenate([[first * gaps[0]], within * gaps]).astype(F32)[at] * size
+    above = np.concatenate([within * gaps, [last * gaps[-1]]]).astype(F32)[at] * size
     # A negative scale reverses the levels.
     below, above = np.where(scale < 0, above, below), np.where(scale < 0, below, above)
     slack = _SLACK * (np.abs(groups) + size * np.abs(table).max())
     grades["below"] = (below + slack).reshape(grades.shape)
     grades["above"] = (above + slack).reshape(grades.shape)
     return grades.reshape(-1)
+
+
+def _rounding_error(values: Array, kind: str) -> Array:
+    """Return the largest error of numbers that were rounded to a type."""
+    form = ELEMENT_TYPES[kind].float_format
+    spacing = np.where(values == 0, 0.0, spacing_of(values, kind))
+    largest: Array = np.maximum(spacing, form.smallest if form else 0.0).astype(F32) / 2
+    return largest
 
 
 class _GradedCodes:
@@ -531,13 +540,24 @@ class _GradedCodes:
         grades["value"] = values
         codes = self.array.code_values
         table = np.unique(codes[np.isfinite(codes)]).astype(F32)
-        # Quantisers round the scales to the type of activations before they divide by them.
-        graded = _grade_by_table(grades, values, scale, table, (F32(0.5), F32(0.5)))
-        rounding = np.abs(values) * F32(2**-8)
-        if self.array.quantization.code.startswith("float"):
-            graded["below"] += rounding.reshape(-1)
-            graded["above"] += rounding.reshape(-1)
-        return graded.reshape(values.shape)
+        scheme, allowed = self.array.quantization, [F32(0.5)] * 3
+        rounding = np.zeros((), F32)
+        if scheme.code.startswith("float"):
+            # Quantisers round the scales to the type of activations before they divide by them.
+            rounding = np.abs(values) * F32(2**-8)
+        elif scheme.biases:
+            # MLX gives zero a code, so that the last level may be a step below the largest number,
+            # and rounds scales and biases to their type after it has chosen the codes.
+            low = self.array.biases(start, stop)
+            values, allowed[-1] = values - low, F32(1)
+            with np.errstate(all="ignore"):
+                counts = np.where(scale == 0, F32(0), np.abs(values / scale))
+            kind = self.array.readers["scales"].part.dtype
+            rounding = _rounding_error(low, kind) + counts * _rounding_error(scale, kind)
+        graded = _grade_by_table(grades, values, scale, table, tuple(allowed)).reshape(values.shape)
+        graded["below"] += rounding
+        graded["above"] += rounding
+        return graded
 
 
 class _GradedStream(ArrayStream):
@@ -563,8 +583,8 @@ def graded(stream: Any, start: int = 0, size: int | None = None) -> ArrayStream 
         grading = _GradedBlocks(lazy, start, count)
     elif isinstance(lazy, QuantizedArray) and size is None:
         scheme = lazy.quantization
-        # Every number is a code times a scale.
-        if scheme.bits > 8 or scheme.biases or scheme.zero is None:
+        # Every number is a code times a scale, and a bias.
+        if scheme.bits > 8 or scheme.zero is None:
             return None
         grading = _GradedCodes(lazy)
     else:
