@@ -175,6 +175,21 @@ class TestExchangedNames:
         wrong = {n for n, outcome in outcomes.items() if outcome != "explained"}
         assert wrong == {name.format(damaged), "model.layers.1.self_attn.q_proj.weight"}
 
+    @pytest.mark.parametrize("names", [None, "auto"])
+    @pytest.mark.parametrize("side", ["a", "b"])
+    @pytest.mark.parametrize("dtype", [F32, BF16])
+    def test_a_copied_layer_is_named(self, names: Any, side: str, dtype: Any) -> None:
+        ours = llama(4)
+        copied = {n: ours[n.replace("layers.1.", "layers.3.")].astype(dtype) for n in ours}
+        sides = (copied, ours) if side == "a" else (ours, copied)
+        table = xckpt.table(xckpt.compare(*sides, explain=True, cache=False, names=names))
+        wrong = table[table["outcome"] != "explained"]
+        assert set(wrong.index) == {n for n in ours if "layers.1." in n}
+        assert set(wrong["cause"]) == {"misplaced"}
+        for name, text in wrong["explanation"].items():
+            owner = str(name).replace("layers.1.", "layers.3.")
+            assert text.startswith(f"its numbers are those of {owner!r} of ")
+
     def test_are_correct_with_layers_counted_from_1(self) -> None:
         ours = llama()
         theirs = {
@@ -729,3 +744,25 @@ def test_vectors_are_stacked_as_matrices_are() -> None:
     norms = "model.layers.input_layernorm.weight"
     theirs[norms] = theirs[norms][[0, 2, 1, 3, 4]]
     assert explained(ours, theirs)[norms] != "explained"
+
+
+class TestRowsOfZeros:
+    """Are damage, and many zeros are pruning."""
+
+    @pytest.mark.parametrize("side", ["a", "b"])
+    @pytest.mark.parametrize("dtype", [F32, BF16])
+    def test_a_row_is_named(self, side: str, dtype: Any) -> None:
+        values = np.random.default_rng(0).standard_normal((12, 64)).astype(F32)
+        damaged = values.astype(dtype)
+        damaged[7] = 0
+        sides = ({"w": damaged}, {"w": values}) if side == "a" else ({"w": values}, {"w": damaged})
+        row = xckpt.table(xckpt.compare(*sides, explain=True, cache=False)).loc["w"]
+        assert (row["outcome"], row["cause"]) == ("changed", "unknown")
+        assert row["explanation"].startswith(f"1 of 12 rows is zero in {side}, such as row 7; ")
+
+    def test_half_of_the_rows_are_pruned(self) -> None:
+        values = np.random.default_rng(0).standard_normal((12, 64)).astype(F32)
+        pruned = values.copy()
+        pruned[::2] = 0
+        row = xckpt.table(xckpt.compare({"w": values}, {"w": pruned}, explain=True)).loc["w"]
+        assert (row["outcome"], row["cause"]) == ("changed", "pruned")

@@ -134,3 +134,31 @@ def test_a_copy_of_another_layer_is_not_explained(
     rows = table[(table.index == name) | (table.get("other_name", "") == name)]
     assert "explained" not in set(rows["outcome"]), rows["explanation"].to_dict()
     assert not sentence.startswith("all ")
+
+
+@pytest.mark.parametrize("zero", ["bias_ih", "bias_hh"])
+@pytest.mark.parametrize("damage", ["", "an element", "a lost tensor", "not a number"])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_second_bias_of_zeros_is_explained(zero: str, damage: str, is_turned: bool) -> None:
+    """Libraries with one bias store the sum, and PyTorch has zeros for one of the two."""
+    tensors = network("LSTM", 1)
+    theirs = {}
+    for layer in range(LAYERS):
+        names = {kind: f"rnn.{kind}_l{layer}" for kind in ("weight_ih", "weight_hh")}
+        bias = {"bias_ih": "bias_hh", "bias_hh": "bias_ih"}[zero]
+        tensors[f"rnn.{zero}_l{layer}"][:] = 0
+        theirs[f"lstm_{layer}/lstm_cell/kernel"] = tensors[names["weight_ih"]].T.copy()
+        theirs[f"lstm_{layer}/lstm_cell/recurrent_kernel"] = tensors[names["weight_hh"]].T.copy()
+        theirs[f"lstm_{layer}/lstm_cell/bias"] = tensors[f"rnn.{bias}_l{layer}"]
+    name = f"rnn.{zero}_l1"
+    if damage == "an element":
+        tensors[name][5] = 1e-30
+    elif damage == "not a number":
+        tensors[name][5] = np.nan
+    elif damage:
+        theirs["lstm_1/lstm_cell/other"] = np.linspace(1, 2, 4 * HIDDEN, dtype=np.float32)
+    sides = (theirs, tensors) if is_turned else (tensors, theirs)
+    table = xckpt.compare(*sides, explain=True, cache=False).ckpt.table()
+    assert (table.loc[name, "outcome"] == "explained") == (not damage)
+    if not damage:
+        assert set(table["outcome"]) == {"explained"}, table["explanation"].to_dict()

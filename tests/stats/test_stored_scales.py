@@ -87,7 +87,7 @@ def test_affine_codes_of_mlx_are_explained(
     assert table["cause"].str.contains("quantised").all()
 
 
-def _code(parts: dict[str, Array], ours: Array) -> None:
+def _code(parts: dict[str, Array], _: Array) -> None:
     codes = parts["weight"]
     at = np.argwhere((codes[20:] > 2) & (codes[20:] < 12))[0] + [20, 0]
     codes[tuple(at)] += 2

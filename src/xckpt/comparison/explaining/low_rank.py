@@ -1,4 +1,4 @@
-"""Low-rank updates, such as merged LoRA adapters, which describe a changed tensor.
+"""Low-rank updates, such as merged LoRA adapters, and rows of zeros: descriptions of changes.
 
 Random projections of the rows of the difference span its column space if its rank is low (Halko,
 Martinsson and Tropp, SIAM Review 53, 217, 2011). A second pass measures the remainder outside that
@@ -103,6 +103,23 @@ def low_ranks(
         ):
             deliver(update, explanation)
     return explanations
+
+
+def zero_rows(source: ElementStream, result: ElementStream) -> list[int]:
+    """Return the rows that only became zeros in the result; none if other elements did, too."""
+    count, columns = result.array.shape[0], prod(result.array.shape[1:])
+    is_whole = source.whole or result.whole
+    step = count if is_whole else max(1, _BLOCK_NBYTES // (8 * columns))
+    inner = (slice(None),) * (len(result.array.shape) - 1)
+    rows: list[int] = []
+    for start in range(0, count, step):
+        key = slice(start, min(start + step, count)), *inner
+        x, y = (in_memory(side.array[key]) for side in (source, result))
+        lost = ((x != 0) & (y == 0)).reshape(len(x), -1).any(axis=1)
+        if np.any(y[lost] != 0):
+            return []
+        rows += (start + np.flatnonzero(lost)).tolist()
+    return rows
 
 
 def _low_rank(update: _Update) -> Explanation | None:

@@ -12,10 +12,13 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from xckpt.arrays.lazy import dense_values
 from xckpt.comparison.arrangements import Padded, Truncated, arranged, part_of
 from xckpt.comparison.explaining.conversions import converted, folded, partly_converted
 from xckpt.comparison.explaining.joining import joined
-from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
+from xckpt.comparison.explaining.low_rank import NEAR, low_ranks, zero_rows
 from xckpt.comparison.explaining.outcome import (
     ALONE,
     SIDES,
@@ -41,6 +44,7 @@ from xckpt.comparison.match import Candidate, by_content, by_names
 from xckpt.comparison.measure import Comparison
 from xckpt.comparison.names import Rules, conventions, spelled
 from xckpt.comparison.pairs import pair_of
+from xckpt.comparison.relations.causes import Elementwise
 from xckpt.comparison.relations.quantisers import TILES
 from xckpt.comparison.relations.verification import Link, Side, begins_quantised, examine
 from xckpt.comparison.sketches import ALIKE, Sketched, StepChain, arrangements
@@ -48,7 +52,7 @@ from xckpt.progress import Progress
 from xckpt.scan.scanning import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.arrangements import Step
@@ -60,8 +64,13 @@ if TYPE_CHECKING:
 
 # Smaller tensors may have the numbers of another tensor by chance.
 _SMALLEST = 8
+# A larger share of the rows is zero on purpose.
+_FEW_ROWS = 0.1
 # A model may tie the weights of these slots, so that a file stores one of them.
 _TIED_SLOTS = {"output", "token_embedding"}
+# The biases of recurrent layers of PyTorch, by each other.
+_TWO_BIASES = {"bias_ih": "bias_hh", "bias_hh": "bias_ih"}
+_LARGEST_BIAS = 1 << 20
 # The most tensors of one shape that are tested for equality with a tensor.
 _MOST_OWNERS = 8
 
@@ -214,7 +223,12 @@ def _equal(work: Work, candidates: Sequence[Candidate]) -> Explanations:
     finish = lambda _, comparison: comparison  # noqa: E731
     comparisons = gather(list(pairs.values()), Comparison, finish, work.bar)
     return {
-        n: Explanation(("equal",), "all elements are equal", measures=tuple(comparison.row()))
+        n: Explanation(
+            ("equal",),
+            "all elements are equal",
+            holds=work.places.admits_steps((), (candidates[n].a.name, candidates[n].b.name)),
+            measures=tuple(comparison.row()),
+        )
         for n, comparison in zip(pairs, comparisons, strict=True)
         if comparison.equal == comparison.count
     }
@@ -328,10 +342,15 @@ def _changed(
 def misplaced(work: Work) -> Explanations:
     """Find tensors whose numbers are under another name that both sides have."""
     numbers = [n for n in work.open if not work.is_aligned(n)]
-    sides = [list(work.sketch(numbers, side).values()) for side in (0, 1)]
+    siblings = _explained_siblings(work, numbers)
+    (ours, theirs), (their_siblings, our_siblings) = (
+        [list(work.sketch(chosen, side).values()) for side in sides]
+        for chosen, sides in ((numbers, (0, 1)), (siblings, (1, 0)))
+    )
     candidates = [
         candidate
-        for candidate in by_content(*sides)
+        for pair in ((ours, theirs), (ours, their_siblings), (our_siblings, theirs))
+        for candidate in by_content(*pair)
         if candidate.a.number != candidate.b.number
         and candidate.a.size >= _SMALLEST
         and not candidate.is_contested
@@ -360,9 +379,21 @@ def misplaced(work: Work) -> Explanations:
     return explanations
 
 
+def _explained_siblings(work: Work, numbers: Iterable[int]) -> list[int]:
+    """Return the explained pairs whose names differ from the names of others in numbers only."""
+    forms = {n: (spelled(case.match.name).template, case.match.size)
+             for n, case in enumerate(work.cases) if case.status not in ALONE}  # fmt: skip
+    changed_forms = {forms[n] for n in numbers if n in forms}
+    return [n for n, form in forms.items() if form in changed_forms and n in work.explanations]
+
+
 def described(work: Work) -> Explanations:
     """Describe changed tensors by a likely cause, or by the size of the difference."""
-    explanations = {n: work.descriptions[n] for n in work.open if n in work.descriptions}
+    explanations = {
+        n: _of_zero_rows(work, n) or work.descriptions[n]
+        for n in work.open
+        if n in work.descriptions
+    }
     unexplained = [
         n for n in work.open if n not in explanations and work.cases[n].status not in ALONE
     ]
@@ -380,6 +411,22 @@ def described(work: Work) -> Explanations:
         case = work.cases[n]
         explanations.setdefault(n, changed(case.measures, case.match.shapes))
     return explanations
+
+
+def _of_zero_rows(work: Work, n: int) -> Explanation | None:
+    """Describe a tensor with a few rows of zeros, which look like pruning; None for others."""
+    link, pair = work.in_place.get(n), work.cases[n].match.both
+    relation = None if link is None else link.relation
+    if pair is None or not isinstance(relation, Elementwise) or not relation.masked:
+        return None
+    side = int(not relation.backwards)
+    rows, count = zero_rows(pair[1 - side], pair[side]), pair[side].array.shape[0]
+    if not rows or len(rows) > max(1, count * _FEW_ROWS):
+        return None
+    verb = "is" if len(rows) == 1 else "are"
+    text = f"{len(rows):,} of {count:,} rows {verb} zero in {SIDES[side]}, such as row {rows[0]}"
+    text += f"; otherwise, {replace(relation, masked=False).words(0.0)}"
+    return Explanation(("unknown",), text, holds=False)
 
 
 def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
@@ -424,11 +471,38 @@ def tied(work: Work) -> Explanations:
                 order = (Side.whole(owner_stream), Side.whole(stream))
                 links.append((n, owner, Link((owner_stream.name, stream.name), [order])))
     examine([link for *_, link in links], work.bar, certain=True)
-    explanations = {n: _unmatched(work, n) for n in unmatched}
+    explanations = {n: _spare(work, n) or _unmatched(work, n) for n in unmatched}
     for n, owner, link in links:
         if link.relation is not None and not link.relation.causes and not link.is_constant:
             explanations[n] = _tied(work, n, owner, link)
     return explanations
+
+
+def _spare(work: Work, n: int) -> Explanation | None:
+    """Explain zeros that are one of two biases of a recurrent layer, which most libraries add.
+
+    The other one has to be explained, and so has every tensor of the other side.
+    """
+    side, stream = ALONE.index(work.cases[n].status), work.cases[n].alone
+    if stream is None or stream.size > _LARGEST_BIAS or stream.problem is not None:
+        return None
+    kinds = [kind for kind in _TWO_BIASES if kind in stream.name]
+    others = [m for m, case in enumerate(work.cases) if case.status == ALONE[1 - side]]
+    verified = [m for m in others if m in work.explanations and work.explanations[m].verified]
+    if len(kinds) != 1 or len(verified) < len(others):
+        return None
+    twin = stream.name.replace(kinds[0], _TWO_BIASES[kinds[0]])
+    names = (case.match[1 + side] for case in work.cases)
+    number = next((m for m, x in enumerate(names) if x is not None and x.name == twin), None)
+    explanation = None if number is None else work.explanations.get(number)
+    if (
+        explanation is None
+        or not explanation.verified
+        or np.any(dense_values(stream.array[(slice(None),) * len(stream.array.shape)]) != 0)
+    ):
+        return None
+    text = f"zeros, which add nothing to {quoted([twin])}: {SIDES[1 - side]} has one bias"
+    return Explanation(("padded",), text)
 
 
 def _unmatched(work: Work, n: int) -> Explanation:
