@@ -654,3 +654,70 @@ def test_stages_may_be_counted_backwards(is_turned: bool) -> None:
     first, second = (f"first_stage_model.encoder.down.{n}.block.0.conv1.weight" for n in (1, 2))
     table = explained(ours, theirs | {first: theirs[second], second: theirs[first]})
     assert table.outcome[first] == table.outcome[second] == "changed"
+
+
+# --- modulations ----------------------------------------------------------------------------------
+
+
+def flux() -> Sides:
+    """Return a Flux of one file, and as diffusers stores it, with scales before shifts at last."""
+    normal, width = random_of(7), 32
+    pairs: dict[str, tuple[str, tuple[int, int]]] = {
+        "img_in": ("x_embedder", (width, 16)),
+        "txt_in": ("context_embedder", (width, 24)),
+        "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1", (width, 20)),
+        "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2", (width, width)),
+        "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1", (width, 12)),
+        "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2", (width, width)),
+        "final_layer.linear": ("proj_out", (16, width)),
+        "final_layer.adaLN_modulation.1": ("norm_out.linear", (2 * width, width)),
+    }
+    for layer in range(2):
+        old, new = f"double_blocks.{layer}", f"transformer_blocks.{layer}"
+        pairs |= {
+            f"{old}.img_mod.lin": (f"{new}.norm1.linear", (6 * width, width)),
+            f"{old}.txt_mod.lin": (f"{new}.norm1_context.linear", (6 * width, width)),
+            f"{old}.img_attn.proj": (f"{new}.attn.to_out.0", (width, width)),
+            f"{old}.img_mlp.0": (f"{new}.ff.net.0.proj", (4 * width, width)),
+            f"{old}.img_mlp.2": (f"{new}.ff.net.2", (width, 4 * width)),
+        }
+    ours: Tensors = {}
+    theirs: Tensors = {}
+    for name, (other, shape) in pairs.items():
+        for param, extents in (("weight", shape), ("bias", shape[:1])):
+            values = ours[f"{name}.{param}"] = normal(*extents)
+            theirs[f"{other}.{param}"] = np.roll(values, width, 0) if "adaLN" in name else values
+    fused = {}
+    for layer in range(3):
+        base = f"single_transformer_blocks.{layer}"
+        names = [f"{base}.attn.to_{role}" for role in "qkv"]
+        fused[f"single_blocks.{layer}.linear1"] = [*names, f"{base}.proj_mlp"]
+    for layer in range(2):
+        names = [f"transformer_blocks.{layer}.attn.to_{role}" for role in "qkv"]
+        fused[f"double_blocks.{layer}.img_attn.qkv"] = names
+    for name, members in fused.items():
+        for param, extents in (("weight", (width, width)), ("bias", (width,))):
+            rows = [4 * width if "mlp" in member else width for member in members]
+            parts = [normal(n, *extents[1:]) for n in rows]
+            ours[f"{name}.{param}"] = np.concatenate(parts)
+            theirs |= {f"{n}.{param}": x for n, x in zip(members, parts, strict=True)}
+    return ours, theirs
+
+
+@pytest.mark.parametrize("names", [None, "auto"])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_last_modulation_of_flux_exchanges_its_halves(is_turned: bool, names: Any) -> None:
+    ours, theirs = flux()
+    table = explained(*((theirs, ours) if is_turned else (ours, theirs)), names=names)
+    assert set(table.outcome) == {"explained"}, table.explanation.to_dict()
+    assert table.cause.str.contains("regrouped").sum() == (2 if names else 4)
+    for param in ("weight", "bias"):
+        new, old = f"norm_out.linear.{param}", f"final_layer.adaLN_modulation.1.{param}"
+        damaged = theirs[new].copy()
+        damaged[[3, 4]] = damaged[[4, 3]]
+        for values in (ours[old], damaged):  # not exchanged, and two rows
+            pair = (theirs | {new: values}, ours) if is_turned else (ours, theirs | {new: values})
+            table = explained(*pair, names=names)
+            wrong = set(table.index[table.outcome != "explained"])
+            assert wrong >= ({new, old} if names is None else {new if is_turned else old})
+            assert all("norm_out" in name or "adaLN" in name for name in wrong)

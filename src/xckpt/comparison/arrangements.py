@@ -155,6 +155,28 @@ class RopePermuted(Permutation):
 
 
 @dataclass(frozen=True, slots=True)
+class HalvesExchanged(Permutation):
+    """The halves of the rows changed places: shifts and scales of a modulation."""
+
+    axis: int = 0
+    cause = "regrouped"
+
+    @property
+    def words(self) -> str:
+        return "exchanging the halves of the rows, shifts and scales"
+
+    @property
+    def done(self) -> str:
+        return "halves exchanged"
+
+    def positions(self, length: int) -> Array:
+        return np.roll(np.arange(length), length // 2)
+
+    def inverse(self) -> HalvesExchanged | None:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
 class Permuted(Permutation):
     """Rows are in an arbitrary order, which describes a difference without explaining it."""
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from xckpt.comparison.arrangements import Padded, RopePermuted, Step
+from xckpt.comparison.arrangements import HalvesExchanged, Padded, RopePermuted, Step
 from xckpt.comparison.names import role_of
 from xckpt.comparison.relations.causes import FRACTION_BITS, Elementwise, Relation, Transform
 from xckpt.formatting import counted
@@ -163,6 +163,13 @@ class Places:
         adds = [place.adds_one for place in self.both(names) if place is not None]
         return 1.0 if True in adds else None
 
+    def exchanges_halves(self, names: tuple[str, str]) -> bool:
+        """Return whether one side has shifts before scales, and the other one scales first."""
+        ours, theirs = self.both(names)
+        if ours is None or theirs is None or ours.slot != theirs.slot:
+            return False
+        return ours.is_shift_first != theirs.is_shift_first
+
     def admits_steps(
         self, steps: Sequence[Step], names: tuple[str, str], *, are_parts: bool = False
     ) -> bool:
@@ -171,6 +178,9 @@ class Places:
         A part, such as that of a rank, has fewer heads than the model states.
         """
         if any(step.cause == "transposed" for step in steps) and not self.may_be_turned(names):
+            return False
+        is_exchanged = any(isinstance(step, HalvesExchanged) for step in steps)
+        if is_exchanged != self.exchanges_halves(names):
             return False
         stated = [] if are_parts else self.heads(names)
         for step in steps:

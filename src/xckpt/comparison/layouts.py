@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.comparison.arrangements import (
     USUAL_WIDTHS,
     Cropped,
+    HalvesExchanged,
     Padded,
     Regrouped,
     Reshaped,
@@ -107,6 +108,8 @@ class Located(NamedTuple):
     outputs: int | None
     #: Whether fused parts alternate; None if nothing states it.
     is_interleaved: bool | None
+    #: Whether shifts come before scales in the outputs of a modulation.
+    is_shift_first: bool
 
     @property
     def role(self) -> str:
@@ -325,6 +328,7 @@ class Layouts:
                 is_kernel,
                 outputs if place is None else place.outputs,
                 None if place is None else place.is_interleaved,
+                place is not None and place.is_shift_first,
             )
         return self._located[side][name]
 
@@ -352,6 +356,9 @@ class Layouts:
             if not steps:
                 continue
             yield steps
+        are_exchanged = ours.is_shift_first != theirs.is_shift_first
+        if are_exchanged and ours.shape == theirs.shape and ours.shape[0] % 2 == 0:
+            yield (HalvesExchanged(),)
         if ours.role == "qkv" and ours.shape == theirs.shape:
             yield from self._regroupings(ours, theirs)
 

@@ -57,6 +57,8 @@ class Place(NamedTuple):
     adds_one: bool | None
     #: Whether fused parts alternate, head by head.
     is_interleaved: bool
+    #: Whether shifts come before scales in the outputs of a modulation.
+    is_shift_first: bool
     #: Whether stages are numbered from the last to the first.
     is_backwards: bool
     #: Whether it is another name of a tied tensor.
@@ -329,6 +331,7 @@ class Family:
                 alternates=root.table.alternates(row, [root.model_type]),
                 adds_one=root.trait("add_one", row) if match.param == "weight" else False,
                 is_interleaved="interleaved" in row.flags,
+                is_shift_first="shift_first" in row.flags,
                 is_backwards=root.trait("backwards", row) is True,
                 is_alias="alias" in row.flags,
                 table=root.table.name,

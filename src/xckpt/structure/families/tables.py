@@ -27,6 +27,7 @@ flag             meaning
 ``in_first``     inputs come before outputs
 ``interleaved``  the fused parts alternate, head by head
 ``fused``        the fused parts follow one another, and tensor parallelism divides each of them
+``shift_first``  shifts come before scales in the outputs; elsewhere scales come first
 ``alias``        another name of a tied tensor
 ===============  ===================================================================================
 """
