@@ -164,6 +164,22 @@ def flax() -> Sides:
     return {n.replace("model.", "encoder."): v for n, v in ours.items()}, theirs
 
 
+def keras(
+    first: str = "", later: str = "_{}", *, kernel: str = "kernel", bias: str = "bias"
+) -> Sides:
+    """Return the attention of Keras, whose layers have numbers behind underscores."""
+    ours, kernels = flax()
+    words = {"query": "query_dense", "key": "key_dense", "value": "value_dense"}
+    words |= {"out": "output_dense", "kernel": kernel, "bias": bias}
+    theirs = {}
+    for name, values in kernels.items():
+        _, layer, _, *path = name.split("/")
+        number = int(layer.removeprefix("layers_"))
+        module = "layers/attention" + (later.format(number) if number else first)
+        theirs["/".join([module, *[words[word] for word in path]])] = values
+    return ours, theirs
+
+
 def stablelm() -> Sides:
     normal = random_of(2)
     ours: Tensors = {}
@@ -201,6 +217,8 @@ LAYOUTS: dict[str, Callable[[], Sides]] = {
     "experts": experts,
     "experts, inputs first": lambda: experts(in_first=True),
     "flax": flax,
+    "keras": keras,
+    "keras, numbered variables": lambda: keras("_0", kernel="vars/0", bias="vars/1"),
     "stablelm": stablelm,
     "deepseek": deepseek,
 }

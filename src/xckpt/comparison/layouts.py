@@ -34,6 +34,8 @@ from xckpt.comparison.arrangements import (
     lines_along,
 )
 
+from xckpt.formatting import natural_key
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -150,6 +152,28 @@ class _Catalogue:
         if len(same) == 1:
             return same[0]
         return tensors[0] if len(tensors) == 1 and is_alone else None
+
+
+def _numbered_alike(ours: Sequence[Located], theirs: Sequence[Located]) -> list[list[Located]]:
+    """Number tensors of heads by the order of their names where both sides count differently.
+
+    Keras calls layers ``attention``, ``attention_1``, and so on.
+    """
+    groups: dict[Any, tuple[list[Located], list[Located]]] = defaultdict(lambda: ([], []))
+    for side, tensors in enumerate((ours, theirs)):
+        for tensor in tensors:
+            groups[tensor.slot, tensor.param][side].append(tensor)
+    sides: list[list[Located]] = [[], []]
+    for group in groups.values():
+        numbers = [{t.numbers for t in tensors} for tensors in group]
+        is_counted = len(group[0]) == len(group[1]) and group[0][0].role in _OF_HEADS
+        for side, tensors in zip(sides, group, strict=True):
+            if is_counted and numbers[0] != numbers[1]:
+                ranked = enumerate(sorted(tensors, key=lambda tensor: natural_key(tensor.name)))
+                side += [t._replace(numbers=(rank,), component="") for rank, t in ranked]
+            else:
+                side += tensors
+    return sides
 
 
 def _canonical(t: Located) -> Iterator[Steps]:
@@ -269,7 +293,8 @@ class Layouts:
     ) -> list[tuple[str, str, list[Steps]]]:
         """Return tensors at one place of both models, with chains of steps from `a` to `b`."""
         # The match compares sums along axes, which reshaping and regrouping change.
-        first, second = self._catalogue(0, ours), self._catalogue(1, theirs)
+        sides = [self._tensors(side, shapes) for side, shapes in enumerate((ours, theirs))]
+        first, second = map(_Catalogue, _numbered_alike(*sides))
         pairs = []
         for tensor in first.tensors:
             is_alone = len(first.by_key[tensor.key]) == 1
@@ -304,9 +329,12 @@ class Layouts:
 
     # --- places ----------------------------------------------------------------------------------
 
-    def _catalogue(self, side: int, shapes: Mapping[str, Shape]) -> _Catalogue:
+    def _tensors(self, side: int, shapes: Mapping[str, Shape]) -> list[Located]:
         tensors = [self._locate(name, shape, side) for name, shape in shapes.items()]
-        return _Catalogue([tensor for tensor in tensors if tensor is not None])
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def _catalogue(self, side: int, shapes: Mapping[str, Shape]) -> _Catalogue:
+        return _Catalogue(self._tensors(side, shapes))
 
     def _locate(self, name: str, shape: Shape, side: int) -> Located | None:
         """Return the place of a tensor; None if the structure does not have it."""

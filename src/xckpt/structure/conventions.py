@@ -263,6 +263,8 @@ _ATTENTION = _words(
 _PARAM = re.compile(r"[./](weight|kernel)$")
 _RECURRENT = re.compile(r"(^|[./])weight_(ih|hh|hr)(_l0(_reverse)?)?$")
 _BIAS = _words(r"(\w+_)?bias(_(ih|hh)(_l0(_reverse)?)?)? | beta")
+# Variables of Keras' attention, which have numbers: the kernel, then the bias.
+_OF_DENSE = re.compile(r"_?(query|key|value|output)_dense[./]vars[./]([01])$")
 _VARIANCE = _words(r"(\w+_)?(var|variance)")
 _ZERO_POINT = _words(
     r"\w*zero\w* | \w*biases | \w*offset | \w*idx | \w*shape | \w*quant_map0? | perm"
@@ -302,6 +304,12 @@ def _module_type(name: str, ndim: int, *, may_route: bool) -> str:
 def names_bias(param: str) -> bool:
     """Return whether the name of a tensor in its module is that of a bias."""
     return _BIAS.fullmatch(_NUMBER.sub("0", param)) is not None
+
+
+def param_in_dense(name: str) -> str:
+    """Return what a numbered variable of Keras' attention is; empty for other names."""
+    match = _OF_DENSE.search(name)
+    return "" if match is None else ("kernel", "bias")[int(match[2])]
 
 
 def names_variance(param: str) -> bool:
@@ -351,7 +359,7 @@ def slot_by_name(name: str) -> str:
     words = split_name(name)
     has_param = _PARAM.search(name) is not None or names_bias(words[-1])
     modules = words[:-1] if has_param else words
-    path = [word for word in modules if not (word.isdigit() or word == "norms")]
+    path = [word for word in modules if not (word.isdigit() or word in {"norms", "vars"})]
     module = path[-1] if path else ""
     if any(map(names_experts, words[:-1])):
         slot = _slot_in(_FEED_FORWARD_SLOTS, module)

@@ -361,11 +361,12 @@ class Structure(Roles, Mapping[str, TensorInfo]):
 
     def is_bias(self, name: str) -> bool:
         """Return whether a tensor is the bias of its module."""
-        return conventions.names_bias(self.param(name))
+        is_bias = conventions.param_in_dense(name) == "bias"
+        return is_bias or conventions.names_bias(self.param(name))
 
     def is_kernel(self, name: str) -> bool:
         """Return whether a tensor is a kernel of Flax or Keras, whose inputs come first."""
-        return leaf_of(name) == "kernel"
+        return "kernel" in {leaf_of(name), conventions.param_in_dense(name)}
 
     def is_variance(self, name: str) -> bool:
         """Return whether a tensor is a running variance."""
