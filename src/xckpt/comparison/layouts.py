@@ -33,7 +33,6 @@ from xckpt.comparison.arrangements import (
     cropped,
     lines_along,
 )
-
 from xckpt.formatting import natural_key
 
 if TYPE_CHECKING:
