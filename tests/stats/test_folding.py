@@ -111,3 +111,22 @@ def test_a_new_network_has_equal_biases() -> None:
             ours[name] = np.zeros(16, F32)
     table, _ = compared(ours, folded(ours))
     assert set(table.outcome) == {"explained"}, table.explanation.to_dict()
+
+
+@pytest.mark.parametrize("place", [None, (3, 5, 1, 1)])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_outputs_of_transposed_convolutions_come_second(
+    place: tuple[int, ...] | None, is_turned: bool
+) -> None:
+    ours = network()
+    sides = [{n: x.swapaxes(0, 1).copy() if x.ndim > 2 else x for n, x in side.items()}
+             for side in (ours, folded(ours))]  # fmt: skip
+    if place is not None:
+        sides[1]["onnx::Conv_92"][place] += 0.01
+    table, _ = compared(*sides[:: -1 if is_turned else 1])
+    wrong = table.index[table.outcome != "explained"]
+    if place is None:
+        assert not len(wrong), table.explanation.to_dict()
+    else:
+        assert len(row(table.loc[wrong], "onnx::Conv_92"))
+        assert "blocks.1.bn.running_var" in wrong

@@ -154,7 +154,7 @@ class _Catalogue:
 
 
 def _numbered_alike(ours: Sequence[Located], theirs: Sequence[Located]) -> list[list[Located]]:
-    """Number tensors of heads by the order of their names where both sides count differently.
+    """Return tensors of heads numbered by the order of their names if the sides count otherwise.
 
     Keras calls layers ``attention``, ``attention_1``, and so on.
     """
@@ -169,9 +169,8 @@ def _numbered_alike(ours: Sequence[Located], theirs: Sequence[Located]) -> list[
         for side, tensors in zip(sides, group, strict=True):
             if is_counted and numbers[0] != numbers[1]:
                 ranked = enumerate(sorted(tensors, key=lambda tensor: natural_key(tensor.name)))
-                side += [t._replace(numbers=(rank,), component="") for rank, t in ranked]
-            else:
-                side += tensors
+                tensors = [t._replace(numbers=(n,), component="") for n, t in ranked]  # noqa: PLW2901
+            side.extend(tensors)
     return sides
 
 

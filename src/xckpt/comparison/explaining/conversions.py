@@ -425,12 +425,17 @@ def _folds(
     sums = lru_cache(maxsize=None)(_row_sums)
     for norm in norms:
         place = positions[norm.tensors[0].name]
-        fits = [t for t in weights if t.shape[0] == len(norm.mean) and t.name not in used]
+        fits = [t for t in weights if len(norm.mean) in t.shape[:2] and t.name not in used]
         nearest = sorted(fits, key=lambda t: abs(positions[t.name] - place))[:_MOST_LAYERS]
         for weight in nearest:
             bias = by_name.get(weight.name.removesuffix("weight") + "bias")
             bias = bias if bias is not None and bias.shape == norm.mean.shape else None
-            fold = _fold(norm, weight, bias, list(free.values()), sums)
+            targets = list(free.values())
+            # The outputs of a transposed convolution are its second axis.
+            axes = [n for n in range(2 if len(weight.shape) > 2 else 1)
+                    if weight.shape[n] == len(norm.mean)]  # fmt: skip
+            folds = (_fold(norm, weight, bias, targets, sums, axis=axis) for axis in axes)
+            fold = next(filter(None, folds), None)
             if fold is not None:
                 used.add(weight.name)
                 del free[fold.new_weight.name], free[fold.new_bias.name]
@@ -443,7 +448,9 @@ def _fold(
     weight: SideTensor,
     bias: SideTensor | None,
     theirs: Sequence[SideTensor],
-    sums: Callable[[SideTensor], Array],
+    sums: Callable[[SideTensor, int], Array],
+    *,
+    axis: int,
 ) -> _Fold | None:
     """Return the fold of a norm into a layer; None if no tensors of the other side have it."""
     channels = len(norm.mean)
@@ -451,10 +458,10 @@ def _fold(
     vectors = [t for t in theirs if t.shape == (channels,)]
     if not shapes or not vectors:
         return None
-    expected = sums(weight) * norm.scale(_EPSILONS[0])
+    expected = sums(weight, axis) * norm.scale(_EPSILONS[0])
     likely = {}
     for target in shapes:
-        distance = _distance(expected, sums(target))
+        distance = _distance(expected, sums(target, axis))
         if distance < _NEAR:
             likely[target.name] = distance, target
     old_bias = 0.0 * norm.mean if bias is None else _values(bias)
@@ -462,7 +469,7 @@ def _fold(
     for _, target in sorted(likely.values(), key=lambda entry: entry[0])[:_MOST_TARGETS]:
         for epsilon in _EPSILONS:
             scale = norm.scale(epsilon)
-            if not all(_are_near(*rows) for rows in _blocks(weight, target, scale)):
+            if not all(_are_near(*rows) for rows in _blocks(weight, target, scale, axis)):
                 continue
             added = norm.shift + (old_bias - norm.mean) * scale
             size = np.abs(norm.shift) + (np.abs(old_bias) + np.abs(norm.mean)) * np.abs(scale)
@@ -477,9 +484,9 @@ def _fold(
     return folds[0] if is_certain else None
 
 
-def _row_sums(tensor: SideTensor) -> Array:
-    """Return the sum of each row of a tensor."""
-    sums = [rows.sum(axis=1) for _, rows in _rows(tensor)]
+def _row_sums(tensor: SideTensor, axis: int) -> Array:
+    """Return the sums of a tensor along an axis."""
+    sums = [rows.sum(axis=1) for _, rows in _rows(tensor, axis)]
     return np.concatenate(sums)
 
 
@@ -488,21 +495,22 @@ def _distance(first: Array, second: Array) -> float:
     return float(np.linalg.norm(first - second)) / size if size > 0 else 1.0
 
 
-def _rows(tensor: SideTensor) -> Iterator[tuple[slice, Array]]:
-    """Yield blocks of rows of a tensor as matrices."""
-    rows, inner = tensor.shape[0], prod(tensor.shape[1:])
+def _rows(tensor: SideTensor, axis: int = 0) -> Iterator[tuple[slice, Array]]:
+    """Yield blocks of the rows of a tensor, which lie along an axis, as matrices."""
+    rows = tensor.shape[axis]
+    inner = tensor.stream.size // rows
     step = max(_BLOCK_NBYTES // (8 * max(inner, 1)), 1)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
-        box = (part, *[slice(0, n) for n in tensor.shape[1:]])
+        box = tuple([part if k == axis else slice(0, n) for k, n in enumerate(tensor.shape)])
         values: Array = dense_values(read_box(tensor.stream.array, box)).astype(np.float64)
-        yield part, values.reshape(len(values), -1)
+        yield part, np.moveaxis(values, axis, 0).reshape(part.stop - part.start, -1)
 
 
 def _blocks(
-    weight: SideTensor, target: SideTensor, scale: Array
+    weight: SideTensor, target: SideTensor, scale: Array, axis: int
 ) -> Iterator[tuple[Array, Array, Array, SideTensor]]:
-    for (part, old), (_, new) in zip(_rows(weight), _rows(target), strict=True):
+    for (part, old), (_, new) in zip(_rows(weight, axis), _rows(target, axis), strict=True):
         expected = old * scale[part, None]
         yield expected, np.abs(expected), new, target
 
