@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import xckpt
+from tests.formats.onnx_files import initializer, model, node
 from tests.stats.causes import BF16, rope
 from tests.stats.checkpoints import write
 from xckpt.cli import main
@@ -766,3 +767,22 @@ class TestRowsOfZeros:
         pruned[::2] = 0
         row = xckpt.table(xckpt.compare({"w": values}, {"w": pruned}, explain=True)).loc["w"]
         assert (row["outcome"], row["cause"]) == ("changed", "pruned")
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_graph_shows_whether_a_square_matrix_is_transposed(
+    is_damaged: bool, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"up.weight": (24, 12), "square.weight": (24, 24), "head.weight": (5, 24)}
+    ours = {n: rng.standard_normal(shape).astype(F32) for n, shape in shapes.items()}
+    theirs = {name: np.ascontiguousarray(x.T) for name, x in ours.items()}
+    if is_damaged:
+        theirs["square.weight"] = ours["square.weight"]
+    nodes = [node("MatMul", [f"x{n}", name], [f"x{n + 1}"]) for n, name in enumerate(shapes)]
+    graph = model(*[initializer(n, x) for n, x in theirs.items()], nodes=tuple(nodes))
+    (tmp_path / "b.onnx").write_bytes(graph)
+    write(tmp_path / "a.safetensors", ours)
+    paths = tmp_path / "a.safetensors", tmp_path / "b.onnx"
+    for sides in (paths, paths[::-1]):
+        assert differing(*sides) == ({"square.weight"} if is_damaged else set())

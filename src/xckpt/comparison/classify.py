@@ -149,6 +149,22 @@ class Places:
             return False
         return first.are_known and second.are_known and first.rows != second.rows
 
+    def other_outputs(self, names: tuple[str, str], *, is_turned: bool) -> tuple[int, int] | None:
+        """Return a side, and the axis of its outputs that follows from the other file and a turn.
+
+        None unless exactly one file states the axes of the matrix, as graphs do.
+        """
+        stated = [
+            structure.channels(name)
+            if name in structure and any(structure.described(name).axes)
+            else None
+            for structure, name in zip(self.structures, names, strict=True)
+        ]
+        known = [n for n, channels in enumerate(stated) if channels and channels.are_known]
+        if len(known) != 1 or (channels := stated[known[0]]) is None:
+            return None
+        return 1 - known[0], int((channels.rows != (0,)) != is_turned)
+
     def heads(self, names: tuple[str, str]) -> list[int]:
         """Return the numbers of the heads of a query or a key that either side states."""
         numbers: dict[int, None] = {}

@@ -490,7 +490,31 @@ def turned_alone(
         shows_turned = counts[True] >= _FEWEST_WITNESSES and not counts[False]
         if matrix.is_square and not matrix.is_turned and shows_turned:
             reasons.setdefault(matrix, f"the {counts[True]:,} that are not square were")
+    reasons |= {m: t for m, t in _against_graph(matrices, places).items() if m not in reasons}
     return _accused_matrices(cases, explanations, reasons)
+
+
+def _against_graph(matrices: Sequence[_Matrix], places: Places) -> dict[_Matrix, str]:
+    """Return the square matrices whose axes contradict the graph on the other side.
+
+    Together with the graph, the other matrices show which axis the outputs are.
+    """
+    orders: dict[tuple[int, str], Counter[int]] = defaultdict(Counter)
+    squares: dict[_Matrix, tuple[tuple[int, str], int]] = {}
+    for matrix in matrices:
+        order = places.other_outputs(matrix.names, is_turned=matrix.is_turned)
+        if order is None or matrix.is_kernel:
+            continue
+        side, axis = order
+        if matrix.is_square:
+            squares[matrix] = (side, matrix.leaves[side]), axis
+        else:
+            orders[side, matrix.leaves[side]][axis] += 1
+    return {
+        matrix: f"the other {sum(orders[key].values()):,} have their outputs in another axis"
+        for matrix, (key, axis) in squares.items()
+        if orders[key] and axis not in orders[key]
+    }
 
 
 def _among_roles(matrices: Sequence[_Matrix]) -> dict[_Matrix, str]:
