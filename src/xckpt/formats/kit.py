@@ -97,6 +97,12 @@ class Cursor:
         self.at += nbytes
         return self._buffer[start:stop]
 
+    def peek(self, nbytes: int) -> bytes:
+        """Return the next bytes, `nbytes` or all that are left, without moving on."""
+        data = self.take(min(nbytes, self.left), "the next bytes")
+        self.at -= len(data)
+        return data
+
     def byte(self, label: str) -> int:
         """Read one byte."""
         place = self.at - self._base

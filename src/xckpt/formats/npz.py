@@ -278,14 +278,10 @@ def _preface(source: Readable) -> tuple[dict[str, Any], int]:
 def _stream(cursor: kit.Cursor, notes: kit.Notes) -> tuple[dict[str, Tensor], str]:
     """Return arrays that follow one another, by name, and the version of the first one."""
     tensors: dict[str, Tensor] = {}
-    first = cursor.at
-    version = ".".join(map(str, cursor.take(min(8, cursor.left), _HEAD)[6:]))
-    cursor.at = first
+    version = ".".join(map(str, cursor.peek(8)[6:]))
     while cursor.left:
         name, at = f"arr_{len(tensors)}", cursor.at
-        magic = cursor.take(min(len(_MAGIC), cursor.left), _HEAD)
-        cursor.at = at
-        if not _MAGIC.startswith(magic):
+        if not _MAGIC.startswith(cursor.peek(len(_MAGIC))):
             reason = f"{cursor.left} bytes from byte {at} on are not an array"
             if len(tensors) > 1:
                 hint = f"The arrays before are intact: cut the file to {at} bytes to read them"

@@ -518,7 +518,7 @@ class _HeadReader:
         if expected and end < self.size and not any(t.problem for t in tensors.values()):
             for at in dict.fromkeys((expected, end)):
                 self.cursor.at = at
-                if self.cursor.take(min(4, self.cursor.left), "trailing bytes") == _MAGIC:
+                if self.cursor.peek(4) == _MAGIC:
                     raise kit.joined_files(at, f"Cut the file at byte {at}, and join {_MERGE}")
             reason = f"{self.size - end} bytes follow the last tensor, and are ignored; "
             self.notes.add(reason + "the tensors are intact", f"byte {end}")
