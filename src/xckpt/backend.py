@@ -216,28 +216,14 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         drop_variables: str | Iterable[str] | None,
         keywords: dict[str, Any],
     ) -> tuple[Source, Index, OpenOptions]:
-        from xckpt.labels.filters import correct
-        from xckpt.opening import check_filters, open_index
+        from xckpt.opening import check_filters, open_with
 
         register_formatter()
         options_by_name = {"drop_variables": drop_variables, **keywords}
         options = OpenOptions.parse(
             options_by_name, engine=self.format or "any", own=self._own_options()
         )
-        source, index = open_index(
-            filename_or_obj,
-            self.format or None,
-            storage_options=options.storage_options,
-            mmap=options.mmap,
-            whole=options.decode,
-            counted=True,
-            tensors=options.tensors,
-            missing=options.missing,
-            join_ranks=options.join_ranks,
-            **options.format_options,
-        )
-        if options.structure is not None:
-            index = correct(index, options.structure)
+        source, index = open_with(options, filename_or_obj, self.format or None, counted=True)
         return source, index, check_filters(filename_or_obj, index, options)
 
 

@@ -30,7 +30,7 @@ from xckpt.errors import (
     warn,
 )
 from xckpt.index import FileSet, Index, Tensor, paused_collector
-from xckpt.labels.filters import has_match, no_match, select
+from xckpt.labels.filters import correct, has_match, no_match, select
 from xckpt.opening.files import SeveralFilesError, file_name, files_of, set_of
 from xckpt.opening.hints import advising
 from xckpt.opening.merging import OpenFile, merge
@@ -62,6 +62,7 @@ __all__ = [
     "is_format",
     "open_each",
     "open_index",
+    "open_with",
     "read_index",
 ]
 
@@ -128,6 +129,31 @@ def open_index(
         if missing != "ignore":
             _report_unreadable(index, tensors, missing)
     return source, index
+
+
+def open_with(
+    options: OpenOptions,
+    path: Any,
+    format: str | None,
+    *,
+    counted: bool = False,
+    silent: bool = False,
+) -> tuple[Source, Index]:
+    """Open a checkpoint for a Dataset; the index has the structure that the options state."""
+    source, index = open_index(
+        path,
+        format,
+        storage_options=options.storage_options,
+        mmap=options.mmap,
+        whole=options.decode,
+        counted=counted,
+        silent=silent,
+        tensors=options.tensors,
+        missing=options.missing,
+        join_ranks=options.join_ranks,
+        **options.format_options,
+    )
+    return source, index if options.structure is None else correct(index, options.structure)
 
 
 def _with_ranks(

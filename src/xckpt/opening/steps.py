@@ -20,9 +20,9 @@ from xckpt.errors import CheckpointError, FileChangedError, shown, some, warn
 from xckpt.formatting import base_name
 from xckpt.index import Tensor, paused_collector
 from xckpt.labels import AxisNamer, TensorFilter, select
-from xckpt.labels.filters import correct, no_match
+from xckpt.labels.filters import no_match
 from xckpt.labels.grids import stack_attrs
-from xckpt.opening import format_of, open_index
+from xckpt.opening import format_of, open_with
 from xckpt.opening.checkpoint import CheckpointFiles
 from xckpt.opening.files import are_ranks, files_of
 from xckpt.opening.hints import advising
@@ -146,23 +146,11 @@ def open_steps(
 def _open_step(place: Location, engine: str, options: OpenOptions) -> OpenFile | Exception:
     """Open the checkpoint of a step, or return the error."""
     try:
-        source, index = open_index(
-            place,
-            engine,
-            mmap=options.mmap,
-            whole=options.decode,
-            silent=True,
-            tensors=options.tensors,
-            missing=options.missing,
-            join_ranks=options.join_ranks,
-            **options.format_options,
-        )
+        source, index = open_with(options, place, engine, silent=True)
     except FileChangedError:
         raise
     except (OSError, CheckpointError) as error:
         return error
-    if options.structure is not None:
-        index = correct(index, options.structure)
     return OpenFile(place.text, source, index)
 
 
