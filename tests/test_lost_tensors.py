@@ -318,7 +318,7 @@ UNSTACKED: dict[str, Callable[[xr.Dataset, xr.Dataset, xr.Dataset], xr.Dataset]]
     "merged": lambda a, b, _: a.ckpt.merge(b - a).ckpt.unstack() + b,
     "again": lambda a, b, _: a.ckpt.unstack().ckpt.stack() + b.ckpt.unstack(),
     "of one": lambda a, _, __: a.ckpt.unstack() * 0.5 + a * 0.5,
-    "merged, of one": lambda a, _, __: a * 0.5 + a.ckpt.merge(a, scale=0.5).ckpt.unstack(),
+    "merged, of one": lambda a, _, __: a * 0.5 + a.ckpt.merge(a, scale=1).ckpt.unstack(),
     "of one file": lambda a, _, flat: a * 0.5 + flat * 0.5,
     "selected": lambda a, b, _: a.isel(layers=[0, 1, 2]).ckpt.unstack() - b,
     "pickled": lambda a, b, _: pickle.loads(pickle.dumps(a.ckpt.unstack() + b)),

@@ -309,6 +309,33 @@ class TestUpdates:
             base.ckpt.merge(mean)
         assert set(base.ckpt.merge(mean, scale=1)) == set(base)
 
+    @pytest.mark.parametrize("kind", ["opened", "path", "mean", "stacked"])
+    def test_half_of_a_model_is_no_change(
+        self, kind: str, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "b.safetensors"
+        xckpt.save({name: 2 * array for name, array in weights.items()}, path)
+        other = xckpt.open(path)
+        models: dict[str, Any] = {
+            "opened": other,
+            "path": path,
+            "mean": (base + other) / 2,
+            "stacked": xckpt.open(path, stack=True),
+        }
+        for model in (base, xckpt.open(tmp_path / "base.safetensors", stack=True)):
+            with pytest.raises(ValueError, match="goes half of the way from a to b"):
+                model.ckpt.merge(models[kind], scale=0.5)
+
+    def test_saved_updates_have_a_scale(
+        self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        updates = {name: 0.01 * weights[name] for name in (Q, NORM)}
+        xckpt.save(updates, tmp_path / "updates.safetensors")
+        merged = base.ckpt.merge(tmp_path / "updates.safetensors", scale=0.5)
+        assert_changed(
+            saved(merged, tmp_path), weights, {n: weights[n] + 0.5 * updates[n] for n in updates}
+        )
+
     @pytest.mark.parametrize("kind", ["masked", "ties", "sum", "of one"])
     def test_changes_need_no_scale(
         self, kind: str, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path

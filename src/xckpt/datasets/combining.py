@@ -63,6 +63,7 @@ _UNSCALED = {
 _MOST_PROBLEMS = 3
 _MOST_TRIED = 8
 _ROUNDING = 1e-2  # of sums of ones in half precision
+_LARGE = 0.25  # mean size of the elements of a tensor, relative to those of the model
 #: A Dataset or a tree; functions return the type of their argument.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
@@ -83,22 +84,22 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
             warn(f"{loss}: {some(loss.names)}")
     for text, products in factor_changes(changes).items():
         warn(f"{text}: {some(products)}")
-    if not adapters:
-        adapters, scale = _updates(changes, scale), 1.0 if scale is None else scale
+    is_model = scale != 1 and not adapters and (changes.format is not None or _is_model(changes))
+    if is_model and scale is None:
+        raise _no_change(changes)
+    adapters = adapters or _updates(changes)
     _require_supported(adapters, changes, scale)
     unstacked = unstack_modules(obj)
     flat = flatten(unstacked)
     matches, missing = _matches(OpenTensors(unstacked), adapters, changes)
+    if is_model and _are_as_large(matches, flat.variables, changes):
+        raise _no_change(changes)
     if not matches:
         raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
     if missing:
         warn(f"the model lacks tensors that are to be changed: {some(missing)}")
-    for text, kinds in _UNSCALED.items() if scale not in {None, 1.0} else ():
-        unscaled = [
-            name for name, of_one in matches.items() if any(a.kind in kinds for a in of_one)
-        ]
-        if unscaled:
-            warn(f"{text} have no scale, and are merged as a whole: {some(unscaled)}")
+    if scale not in {None, 1.0}:
+        _warn_of_unscaled(matches)
     merged = {
         name: _merged(name, flat.variables[name], of_tensor, changes, scale)
         for name, of_tensor in matches.items()
@@ -109,6 +110,14 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         if str(variable.encoding.get("shares")) in merged
     }
     return replace_tensors(obj, untied | merged)
+
+
+def _warn_of_unscaled(matches: Mapping[str, Sequence[Adapter]]) -> None:
+    """Warn of parts of adapters that no scale multiplies."""
+    for text, kinds in _UNSCALED.items():
+        names = [name for name, of_one in matches.items() if any(a.kind in kinds for a in of_one)]
+        if names:
+            warn(f"{text} have no scale, and are merged as a whole: {some(names)}")
 
 
 def _matches(
@@ -161,14 +170,34 @@ def _problem(counterpart: Counterpart) -> str:
     return ""
 
 
-def _updates(changes: OpenTensors, scale: float | None) -> list[Adapter]:
+def _no_change(changes: OpenTensors) -> ValueError:
+    """Return the error of merging a model."""
+    name = shown(changes.source) if changes.format is not None else "a sum of models"
+    return ValueError(
+        f"{name} has no tensors of an adapter. To add its tensors to those of the model, pass "
+        "scale=1; (a + b) / 2 is the mean of two models, and b - a is a change: "
+        "a.ckpt.merge(b - a, scale=0.5) goes half of the way from a to b"
+    )
+
+
+def _are_as_large(
+    matches: Mapping[str, Sequence[Adapter]],
+    model: Mapping[Any, xr.Variable],
+    changes: OpenTensors,
+) -> bool:
+    """Return whether values are as large as those of the model, unlike those of saved updates."""
+    pairs = [
+        (model[name], changes.variable(adapter.tensors["value"]))
+        for name, of_tensor in matches.items()
+        for adapter in of_tensor
+    ]
+    pairs = sorted(pairs, key=lambda pair: pair[0].size)[:_MOST_TRIED]
+    means = [[abs(_wide(variable.data)).mean() for variable in pair] for pair in pairs]
+    return bool(pairs) and all(new >= _LARGE * old for old, new in dask.compute(means)[0])
+
+
+def _updates(changes: OpenTensors) -> list[Adapter]:
     """Return the tensors of an object as updates of tensors of the same names."""
-    if scale is None and (changes.format is not None or _is_model(changes)):
-        name = shown(changes.source) if changes.format is not None else "a sum of models"
-        raise ValueError(
-            f"{name} has no tensors of an adapter. To add its tensors to those of the model, pass "
-            "scale=1; (a + b) / 2 is the mean of two models, and b - a is a change"
-        )
     return [
         Adapter(row.name, "update", {"value": row.name}, tuple(row.shape), scale=1.0)
         for row in changes.rows
