@@ -648,6 +648,26 @@ class TestOperandsOfUpdates:
         base.ckpt.merge(x, scale=0.5).ckpt.merge(y, scale=0.5)
         base.ckpt.merge(x.assign((0.5 * x.ckpt.find("*lora_B*")).data_vars), scale=1)
 
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            (lambda x, _: 0.5 * x, r"multiplied by 0\.25,.*'model\.layers\.0.*'model\.layers\.1"),
+            (lambda x, y: (x + y) / 2, r"averaged.*'model\.layers\.0.*'model\.layers\.1"),
+            (lambda x, y: xr.concat([x, y], "x").mean("x"), "averaged"),
+            (lambda x, y: x + y, "several adapters are added"),
+        ],
+        ids=["half", "mean", "mean of concat", "sum"],
+    )
+    def test_stacked_factors_are_no_stacked_update(self, change: Any, text: str) -> None:
+        shutil.copytree("adapter", "other")
+        other = {str(name): factor.values + 1 for name, factor in xckpt.open("adapter").items()}
+        xckpt.save(other, "other/adapter_model.safetensors", overwrite=True)
+        x, y = (xckpt.open(name, stack=True) for name in ("adapter", "other"))
+        with pytest.warns(CheckpointWarning, match=text):
+            change(x, y).ckpt.save("out.safetensors")
+        with pytest.warns(CheckpointWarning, match=text):
+            xckpt.open("base.safetensors").ckpt.merge(change(x, y), scale=1)
+
     def test_the_mean_of_steps_is_no_mean_of_updates(self) -> None:
         for number in (1, 2):
             folder = shutil.copytree("adapter", f"tuning/checkpoint-{number}")

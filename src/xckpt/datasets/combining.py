@@ -322,20 +322,26 @@ def factor_changes(tensors: OpenTensors) -> dict[str, list[str]]:
     arrays = {name: data_of(variable) for name, variable in tensors.variables.items()}
     computed = {name: array for name, array in arrays.items() if is_computed(array)}
     with suppress(ArithmeticError, ValueError):  # of a function that does not take ones
-        factors = {
-            (adapter.base, name): _first(with_blocks(computed[name], np.ones_like))
+        # A stack is a variable with the factors of several bases.
+        factors = [
+            (adapter.base, variable)
             for adapter in (find_adapters(tensors, None) if computed else ())
-            for name in adapter.tensors.values()
-            if adapter.is_product and name in computed and computed[name].size
-        }
+            for variable in tensors.variables_of(adapter.tensors.values())
+            if adapter.is_product and variable in computed and computed[variable].size
+        ]
+        of_products = {variable: computed[variable] for _, variable in factors}
         # Arithmetic with ones shows by which number each factor is multiplied.
-        (numbers,) = dask.compute(factors)
+        (numbers,) = dask.compute({
+            variable: _first(with_blocks(array, np.ones_like))
+            for variable, array in of_products.items()
+        })  # fmt: skip
+        are_averaged = {variable: _differ(array) for variable, array in of_products.items()}
         scales: dict[str, list[float]] = defaultdict(list)
         averaged: Counter[str] = Counter()
-        for (base, name), number in numbers.items():
-            averaged[base] += _differ(computed[name])
-            if not math.isclose(number, 1, rel_tol=_ROUNDING):
-                scales[base].append(float(number))
+        for base, variable in factors:
+            averaged[base] += are_averaged[variable]
+            if not math.isclose(numbers[variable], 1, rel_tol=_ROUNDING):
+                scales[base].append(float(numbers[variable]))
         is_sum = len(tensors.origins(_MOST_TRIED)) > 1
         by_base = {base: _AVERAGED for base, count in averaged.items() if count > 1} | {
             base: _ADDED if is_sum else _SCALED.format(math.prod(of_factors))
