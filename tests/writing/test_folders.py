@@ -352,8 +352,16 @@ class TestResults:
             lambda: (xckpt.open("a", stack=True) * 2).isel(layers=[1, 0, 2]),
             lambda: with_layers([1, 0, 2]),
             lambda: with_layers([1, 0, 2]) * 2,
+            lambda: xckpt.open("a", stack=True).roll(layers=1),
+            lambda: xr.concat(
+                [xckpt.open("a", stack=True).isel(layers=numbers) for numbers in ([1], [0, 2])],
+                "layers",
+                data_vars="minimal",
+                coords="minimal",
+                compat="override",
+            ),
         ],
-        ids=["stacked", "stacked and scaled", "renamed", "scaled"],
+        ids=["stacked", "stacked and scaled", "renamed", "scaled", "rolled", "concatenated"],
     )
     def test_layers_that_move_between_kinds_have_no_config(self, move: Any) -> None:
         kinds = ["full", "sliding", "full"]
@@ -365,9 +373,12 @@ class TestResults:
             ds.ckpt.save("out/")
         assert "config.json" not in names("out")
         with_layers([2, 1, 0]).ckpt.save("same/")  # of equal kinds
+        a, b = (xckpt.open(name, stack=True) for name in "ab")
+        ((a + b) / 2).ckpt.save("mean/")
         edited = LLAMA | {"layer_types": ["sliding", "full", "full"]}
         ds.assign_attrs(config=edited).ckpt.save("edited/")
         assert "config.json" in names("same")
+        assert "config.json" in names("mean")
         assert config("edited") == edited
 
     @pytest.mark.parametrize(("make", "text"), PROBLEMS.values(), ids=PROBLEMS)
@@ -922,6 +933,87 @@ TOWERS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+VIT = {"model_type": "vit", "image_size": 8, "patch_size": 2, "num_channels": 3, "hidden_size": 8}
+PATCHES, PLACES = "embeddings.patch_embeddings.projection.weight", "embeddings.position_embeddings"
+OF_VIT = {PATCHES: (8, 3, 2, 2), PLACES: (1, 17, 8)}
+CLIP = {
+    "model_type": "clip", "projection_dim": 6,
+    "text_config": {"hidden_size": 8, "max_position_embeddings": 7, "projection_dim": 6},
+    "vision_config": {"hidden_size": 8, "image_size": 8, "patch_size": 2},
+}  # fmt: skip
+OF_CLIP = {
+    "text_projection.weight": (6, 8), "visual_projection.weight": (6, 8),
+    "text_model.embeddings.position_embedding.weight": (7, 8),
+    "vision_model.embeddings.position_embedding.weight": (17, 8),
+}  # fmt: skip
+LARGER = {**CLIP["vision_config"], "image_size": 16}
+HEADS = {
+    "model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+OF_HEADS = {f"model.layers.0.self_attn.{name}_proj.weight": (8, 16) for name in "kv"}
+BERT = {"model_type": "bert", "hidden_size": 8, "type_vocab_size": 2}
+TYPES = "bert.embeddings.token_type_embeddings.weight"
+UNET = {"_class_name": "UNet2DConditionModel", "in_channels": 4, "block_out_channels": [8, 16]}
+OF_UNET = {
+    "conv_in.weight": (8, 4, 3, 3), "down_blocks.0.resnets.0.conv1.weight": (8, 8, 3, 3),
+    "down_blocks.1.resnets.0.conv1.weight": (16, 8, 3, 3),
+    "mid_block.resnets.0.conv1.weight": (16, 16, 3, 3),
+}  # fmt: skip
+#: A config, the shapes of tensors, and an edit of the config that contradicts them.
+WRONG: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
+    "patch": (VIT, OF_VIT, {"patch_size": 4}, "patch_size 4: the tensors have 2.*"),
+    "image": (
+        VIT, OF_VIT, {"image_size": 16},
+        "image_size 16 and patch_size 2: the tensors have 17 instead of 65",
+    ),
+    "channels": (VIT, OF_VIT, {"num_channels": 1}, "num_channels 1: the tensors have 3"),
+    "image of a tower": (
+        CLIP, OF_CLIP, {"vision_config": LARGER},
+        r"vision_config\.image_size 16 and vision_config\.patch_size 2: .* 17 instead of 65",
+    ),
+    "projection": (CLIP, OF_CLIP, {"projection_dim": 4}, "projection_dim 4: the tensors have 6"),
+    "heads": (
+        HEADS, OF_HEADS, {"num_key_value_heads": 4},
+        "num_key_value_heads 4 and .*: the tensors have 8 instead of 16",
+    ),
+    "types": (BERT, {TYPES: (2, 8)}, {"type_vocab_size": 1}, "type_vocab_size 1: .* have 2"),
+    "widths": (
+        UNET, OF_UNET, {"block_out_channels": [8, 32]},
+        r"block_out_channels \[8, 32\]: the tensors have 16 instead of 32",
+    ),
+    "inputs": (UNET, OF_UNET, {"in_channels": 9}, "in_channels 9: the tensors have 4"),
+}  # fmt: skip
+#: A config, the shapes of tensors, and an edit of the config with the shapes of new tensors.
+RIGHT: dict[str, tuple[dict[str, Any], Any, dict[str, Any], Any]] = {
+    "image": (VIT, OF_VIT, {"image_size": 16}, {PLACES: (1, 65, 8)}),
+    "patch": (VIT, OF_VIT, {"patch_size": 4}, {PATCHES: (8, 3, 4, 4), PLACES: (1, 5, 8)}),
+    "channels": (VIT, OF_VIT, {"num_channels": 1}, {PATCHES: (8, 1, 2, 2)}),
+    "image of a tower": (
+        CLIP, OF_CLIP, {"vision_config": LARGER},
+        {"vision_model.embeddings.position_embedding.weight": (65, 8)},
+    ),
+    "projection": (
+        CLIP, OF_CLIP, {"projection_dim": 4},
+        {f"{kind}_projection.weight": (4, 8) for kind in ("text", "visual")},
+    ),
+    "heads": (HEADS, OF_HEADS, {"num_key_value_heads": 1}, dict.fromkeys(OF_HEADS, (4, 16))),
+    "types": (BERT, {TYPES: (2, 8)}, {"type_vocab_size": 1}, {TYPES: (1, 8)}),
+    "inputs": (UNET, OF_UNET, {"in_channels": 9}, {"conv_in.weight": (8, 9, 3, 3)}),
+}  # fmt: skip
+
+
+def swapped(ds: xr.Dataset) -> xr.Dataset:
+    """Return a mixture with its first two experts in the place of each other."""
+    other = {"experts.0.": "experts.1.", "experts.1.": "experts.0."}
+    new = {
+        str(name): str(name).replace(old, other[old])
+        for name in ds
+        for old in other
+        if old in str(name)
+    }
+    return ds.assign({new[name]: ds[name] for name in new})
+
+
 class TestSizesOfParts:
     """A size is corrected by the tensors that its key is about, and by all of them."""
 
@@ -1063,6 +1155,68 @@ class TestSizesOfParts:
             ds.drop_vars([n for n in ds if ".2.w1" in str(n) or ".3.w1" in str(n)]).ckpt.save(
                 "out/"
             )
+        assert names_without_config("out")
+
+    def write_mixture(self, *, is_stacked: bool) -> list[str]:
+        """Write a mixture of four experts in two layers; return the names of its routers."""
+        shapes: dict[str, tuple[int, ...]] = {TABLE: (32, 8), NORM: (8,), HEAD: (32, 8)}
+        for layer in range(2):
+            prefix = f"model.layers.{layer}"
+            shapes |= {
+                f"{prefix}.{name}.weight": shape
+                for name, shape in SHAPES.items()
+                if "mlp" not in name
+            }
+            shapes[f"{prefix}.mlp.gate.weight"] = (4, 8)
+            if is_stacked:
+                shapes[f"{prefix}.mlp.experts.gate_up_proj"] = (4, 24, 8)
+                shapes[f"{prefix}.mlp.experts.down_proj"] = (4, 8, 12)
+                continue
+            for expert in range(4):
+                for name, shape in (("gate", (12, 8)), ("up", (12, 8)), ("down", (8, 12))):
+                    shapes[f"{prefix}.mlp.experts.{expert}.{name}_proj.weight"] = shape
+        sizes = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 12}
+        self.write(LLAMA | {"model_type": "qwen3_moe", **sizes}, shapes)
+        return [name for name in shapes if name.endswith("gate.weight")]
+
+    @pytest.mark.parametrize(
+        ("is_stacked", "move"),
+        [
+            (False, lambda ds: ds.isel(expert=[1, 0, 2, 3])),
+            (False, lambda ds: ds.roll(expert=1)),
+            (False, swapped),
+            (False, lambda ds: swapped(ds) * 2),
+            (True, lambda ds: ds.assign(ds.ckpt.find("*gate.weight").roll(expert=1).data_vars)),
+            (True, lambda ds: ds.assign(ds.ckpt.find("*experts*").roll(expert=1).data_vars)),
+        ],
+        ids=["selected", "rolled", "renamed", "scaled", "routers", "experts"],
+    )
+    def test_routers_in_another_order_than_the_experts_are_named(
+        self, is_stacked: bool, move: Any
+    ) -> None:
+        self.write_mixture(is_stacked=is_stacked)
+        moved = move(xckpt.open("base"))
+        text = r"routers that are in another order than the experts: 'model\.layers\.0\.mlp\.gate"
+        for target in ("out/", "out.safetensors"):
+            with pytest.warns(CheckpointWarning, match=text):
+                moved.ckpt.save(target)
+
+    @pytest.mark.parametrize("is_stacked", [False, True])
+    def test_routers_that_move_with_the_experts_are_no_warning(self, is_stacked: bool) -> None:
+        routers = self.write_mixture(is_stacked=is_stacked)
+        ds = xckpt.open("base")
+        moved = ds.isel(expert=[1, 0, 2, 3])
+        if not is_stacked:
+            moved = swapped(ds).assign({name: moved[name] for name in routers})
+        for number, result in enumerate((ds * 2, (ds + ds) / 2, moved, moved * 2)):
+            result.ckpt.save(f"{number}/")
+            assert "config.json" in names(str(number))
+
+    def test_an_edited_number_of_experts_is_that_of_all(self) -> None:
+        self.write_mixture(is_stacked=False)
+        edited = config("base") | {"num_experts": 2}
+        with pytest.warns(CheckpointWarning, match="num_experts 2: the tensors have 2 and 4"):
+            xckpt.open("base").isel(expert=slice(2)).assign_attrs(config=edited).ckpt.save("out/")
         assert names_without_config("out")
 
     def test_a_width_without_a_value_is_named(self) -> None:

@@ -28,7 +28,7 @@ from xckpt.structure.model import Structure
 from xckpt.structure.numbering import drop_indices, parse_name, split_leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     Shape = tuple[int, ...]
 
@@ -115,12 +115,15 @@ def check_config(
     structure, stated = Structure(tensors), model_facts({"config": config}).sizes
     sizes_by_axis = sizes_stated_in(fit.config)
     extents: dict[str, set[int]] = defaultdict(set)
-    layers = set()
+    layers, experts = set(), set()
     for tensor in tensors:
         info = structure[tensor.name]
         layers.update([number for name, number in info.indices if name == "layer"])
+        experts.update([number for name, number in info.indices if name == "expert"])
         for axis, extent in zip(info.axes, tensor.shape, strict=True):
             extents[axis or ""].add(extent)
+    if experts:
+        extents["expert"].add(len(experts))
     if not counts_layers:
         extents.pop("layer", None)
     elif layers:
@@ -422,20 +425,27 @@ def _lists_by_layer(size: StatedSize) -> dict[str, list[Any]]:
 
 
 def check_kinds(
-    fit: ConfigFit, structure: Structure, stored: Mapping[str, Collection[str]]
+    fit: ConfigFit,
+    structure: Structure,
+    stored: Mapping[str, Collection[str]],
+    uses: Callable[[str, Collection[str]], bool],
 ) -> None:
     """Note layers that moved to places with other values of the config."""
-    # `stored` has the names of the tensors that a tensor is read or computed from.
+    # `stored` has the names of the tensors that a tensor is read or may be computed from, and
+    # `uses` returns whether it is computed from some of them.
     size = sizes_stated_in(fit.config).get("layer")
     moved: dict[str, None] = {}
     for stem, numbers in _stacks(structure, stored).items():
         stated = _size_of_stack(stem, fit.config, size)
         lists = _lists_by_layer(stated) if stated is not None else {}
         for name, number in numbers.items() if lists else ():
-            origins = {*_layers(stored[name]).get(stem, {}).values()}
+            origins = _layers(stored[name]).get(stem, {}).items()
             for key, kinds in lists.items():
-                old = [kinds[n] for n in origins if n < len(kinds)]
-                if old and number < len(kinds) and kinds[number] not in old:
+                alike: dict[bool, list[str]] = {True: [], False: []}
+                for origin, old in origins:
+                    if old < len(kinds) and number < len(kinds):
+                        alike[kinds[old] == kinds[number]].append(origin)
+                if key not in moved and uses(name, alike[False]) and not uses(name, alike[True]):
                     moved[key] = None
     if moved:
         text = f"layers are in another order than in {some([*moved], '')}"

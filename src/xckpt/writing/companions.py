@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.arrays.dense import OnePartArray
-from xckpt.arrays.graph import lazies_in, selections_in
+from xckpt.arrays.graph import is_computed, lazies_in
 from xckpt.arrays.lazy import LazyArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError, some
@@ -44,7 +44,7 @@ from xckpt.structure.facts import declarations_in, is_gguf, model_facts, sizes_s
 from xckpt.structure.info import Described, Role
 from xckpt.structure.model import Structure
 from xckpt.writing.payloads import Gathered, source_files
-from xckpt.writing.vocabulary import are_rows_moved
+from xckpt.writing.vocabulary import are_rows_moved, is_computed_from, moved_routers
 
 if TYPE_CHECKING:
     from xckpt.formats.plan import WantedTensor
@@ -70,6 +70,8 @@ _STEMS = frozenset({_ADAPTER, "adapters", "diffusion_pytorch_model"})
 _MOST_FOLDERS = 16
 _LARGEST_NBYTES = 256 << 20
 _LARGEST_CONFIG_NBYTES = 16 << 20
+# Computed tensors that show which layers they are of, as the norms in each.
+_SMALL_NBYTES = 1 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _CORRECTED = "config.json has new values, as the tensors have"
 _CORRECTED_ATTRS = "attributes have new values, as the tensors have"
@@ -78,6 +80,8 @@ _TOKENS = "tokenizer.ggml.tokens"
 _OTHER_TOKENS = "lists of the tokenizer stay as they are, which llama.cpp compares with the tables"
 _ADDED = "tensors that {}/ lacks, which libraries ignore or refuse"
 _LABELS = ("id2label", "label2id")
+_OTHER_EXPERTS = "rows of routers that are in another order than the experts"
+_UNKNOWN_TOKENS = "{} names tokens that have no row"
 _REORDERED = "the rows of the vocabulary are in another order"
 _OTHER_TYPE = "of another type than {} of config.json, which transformers converts them to"
 _OF_ATTRS = "written from the attributes, without tokenizer, as no files are beside the tensors"
@@ -251,7 +255,8 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     if is_flat and isinstance(tokens, list | StoredList):
         config.setdefault(f"{attrs['general.architecture']}.vocab_size", len(tokens))
     after = [Described(payload.name, payload.dtype, payload.shape) for payload in payloads]
-    before = origin_of(gathered).written({t.name: t.dtype for t in after}).tensors
+    origin = origin_of(gathered)
+    before = origin.written({t.name: t.dtype for t in after}).tensors
     if not before:
         return gathered
     fit = fit_config(config, before, after, {p.name: _source(p) for p in payloads})
@@ -262,6 +267,8 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     corrections = [text for text in fit.corrections if text.partition(":")[0] in stated]
     changes.add_all(_CORRECTED_ATTRS, corrections)
     changes.add_all(_CONTRADICTED_ATTRS, fit.problems)
+    changes.add_all(_UNKNOWN_TOKENS.format("attributes"), fit.unknown_tokens)
+    _check_experts(changes, origin, payloads, fit.config)
     if _TOKENS in attrs and fit.has_other_tokens:
         changes.add(_OTHER_TOKENS, f"{_TOKENS}: {len(attrs[_TOKENS])}")
     if _TOKENS in attrs and are_rows_moved(payloads, Structure(after)):
@@ -317,6 +324,7 @@ def companions_of(
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
     fit_quantization(fit, dense, is_quantized=is_quantized)
     _check_order(fit, origin, tensors.values(), after, files)
+    _check_experts(changes, origin, tensors.values(), fit.config)
     dropped = _other_ranks({**files, **stated}.get(_ADAPTER_CONFIG), before, after)
     dropped |= _reasons(fit, [*files, *stated], len(before))
     new = parsed | stated | ({_CONFIG: _with_types(fit.config, after)} if config else {})
@@ -359,34 +367,43 @@ def _check_order(
     labels = [key for key in _LABELS if key in fit.config and key not in fit.edited]
     if labels and are_rows_moved(tensors, structure, "label"):
         fit.problems.append(f"the labels are in another order than in {some(labels, '')}")
-    if _CONFIG in files:
-        check_kinds(fit, structure, {t.name: _stored_names(origin, t) for t in tensors})
+    if _CONFIG not in files:
+        return
+    stored = {tensor.name: _stored_names(origin, tensor) for tensor in tensors}
+    arrays = {tensor.name: getattr(tensor, "data", {}).get("data") for tensor in tensors}
+    small = {
+        name: array
+        for name, array in arrays.items()
+        if is_computed(array) and 0 < array.nbytes <= _SMALL_NBYTES
+    }
+
+    def uses(name: str, sources: Collection[str]) -> bool:
+        return bool(sources) and (name not in small or is_computed_from(small[name], sources))
+
+    check_kinds(fit, structure, stored, uses)
+
+
+def _check_experts(
+    changes: Changes,
+    origin: Origin,
+    tensors: Collection[WantedTensor],
+    config: Mapping[str, Any],
+) -> None:
+    """Note routers whose rows are in another order than the experts."""
+    if "expert" in sizes_stated_in(config):
+        facts = model_facts(config if is_gguf(config) else {"config": config})
+        structure = Structure([Described(t.name, t.dtype, t.shape) for t in tensors], facts)
+        stored = {tensor.name: _stored_names(origin, tensor) for tensor in tensors}
+        changes.add_all(_OTHER_EXPERTS, moved_routers(tensors, structure, stored))
 
 
 def _stored_names(origin: Origin, tensor: WantedTensor) -> list[str]:
-    """Return the names of the tensors that a tensor is read or computed from."""
+    """Return the names of the tensors that a tensor is read or may be computed from."""
     array = getattr(tensor, "data", {}).get("data")
     if isinstance(array, LazyArray):
         readers = [(Path(r.source.name), r.part.offset) for r in array.part_readers]
         return [origin.places[place] for place in readers if place in origin.places]
-    lazies = lazies_in(array).values()
-    stacks = [[o.tensor.name for o in lazy.tensor_origins] for lazy in lazies]
-    if any(len(names) > 1 for names in stacks):
-        return [name for names in stacks for name in _selected(names, tensor.name, array)]
-    return [*chain.from_iterable(stacks)]
-
-
-def _selected(names: Sequence[str], name: str, array: Any) -> list[str]:
-    """Return the member of a computed stack that one selection has in the place of another."""
-    selections = [
-        [int(position) for position in selection.positions]
-        for selection in chain.from_iterable(selections_in(array).values())
-        if f".{selection.dim}." in f".{name}" and len(selection.positions) == len(names)
-    ]
-    if name not in names or any(positions != selections[0] for positions in selections):
-        return []
-    place = [positions[names.index(name)] for positions in selections[:1]]
-    return [names[position] for position in place if position < len(names)]
+    return [o.tensor.name for lazy in lazies_in(array).values() for o in lazy.tensor_origins]
 
 
 def _with_other_prefixes(before: Iterable[str], after: Iterable[str]) -> str:

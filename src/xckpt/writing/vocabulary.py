@@ -1,10 +1,11 @@
-"""Order of the rows of a vocabulary, which a tokenizer numbers, and of labels."""
+"""Order of the rows of a vocabulary, which a tokenizer numbers, of labels, and of layers."""
 
 from __future__ import annotations
 
 import warnings
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,18 +13,20 @@ import numpy as np
 from xckpt.arrays.graph import is_computed, lazies_in, selections_in, with_values
 from xckpt.arrays.keys import compose, result_shape, take, whole
 from xckpt.arrays.lazy import LazyArray, SlicedArray
+from xckpt.arrays.stacked import StackedArray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from xckpt.formats.plan import WantedTensor
     from xckpt.structure.model import Structure
     from xckpt.typing import Array
 
-__all__ = ["are_rows_moved"]
+__all__ = ["are_rows_moved", "is_computed_from", "moved_routers"]
 
 _TABLES = frozenset({"token_embedding", "output"})
 _ROWS = "vocab"
+_EXPERT = "expert"
 # Larger tables are computed in part.
 _WHOLE_NBYTES = 64 << 20
 
@@ -43,6 +46,52 @@ def are_rows_moved(
         if is_computed(array) and rows in info.axes and array.size:
             return _are_moved(array, info.axes.index(rows))
     return False
+
+
+def moved_routers(
+    tensors: Collection[WantedTensor],
+    structure: Structure,
+    stored: Mapping[str, Collection[str]],
+) -> list[str]:
+    """Return the routers of a mixture if their rows are in another order than its experts."""
+    # `stored` has the names of the tensors that a tensor is read or may be computed from.
+    routers = {t.name: t for t in tensors if structure.module_type(t.name) == "router"}
+    experts = [tensor for tensor in tensors if tensor.name not in routers]
+    numbers = {name: dict(structure.indices(name)).get(_EXPERT) for name in structure}
+    renumbered = [
+        name
+        for name in numbers.keys() - routers.keys()
+        if numbers[name] not in {None, *map(numbers.get, stored[name])}
+        and None not in map(numbers.get, stored[name])
+        and stored[name]
+    ]
+    have_moved = bool(renumbered) or are_rows_moved(experts, structure, _EXPERT)
+    are_apart = have_moved != are_rows_moved(routers.values(), structure, _EXPERT)
+    return [*routers] if are_apart else []
+
+
+def is_computed_from(array: Any, names: Collection[str]) -> bool:
+    """Return whether the first element of a computed array depends on tensors of these names."""
+
+    def marks(_: str, lazy: LazyArray, key: Any) -> Array:
+        base, within = lazy, whole(lazy.shape)
+        if isinstance(lazy, SlicedArray):
+            base, within = lazy.base, lazy.key
+        grid = base.grid if isinstance(base, StackedArray) else ()
+        is_marked = [origin.tensor.name in names for origin in base.tensor_origins]
+        factors = np.ones(base.ndim * (1,), lazy.dtype)
+        if len(is_marked) == prod(grid) and lazy.dtype.kind == "f":
+            members = np.where(is_marked, np.nan, 1).astype(lazy.dtype)
+            factors = members.reshape(*grid, *(base.ndim - len(grid)) * (1,))
+        return np.array(take(np.broadcast_to(factors, base.shape), compose(within, key)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            marked = with_values(array, marks)[array.ndim * (0,)]
+            return bool(np.isnan(np.asarray(marked.compute())))
+        except (ArithmeticError, TypeError, ValueError):  # a function that does not take others
+            return True
 
 
 def _are_selected(array: Any, shape: Sequence[int], rows: str) -> bool:
