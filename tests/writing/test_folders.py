@@ -894,7 +894,9 @@ class TestQuantizedModels:
         np.testing.assert_array_equal(xckpt.open("out")[f"{UP}.weight"], edited[f"{UP}.weight"])
 
     def test_dense_weights_have_no_declaration(self, quantized: tuple[xr.Dataset, str]) -> None:
-        (quantized[0] * 2).ckpt.save("out/")
+        text = "values were computed are written dense, and no longer declared as quantised: .model"
+        with pytest.warns(CheckpointWarning, match=text):
+            (quantized[0] * 2).ckpt.save("out/")
         assert "quantization_config" not in config("out")
 
     def test_a_config_that_cannot_exclude_modules_is_left_out(

@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -89,6 +90,11 @@ _UNNUMBERED = (
 )
 # Names of dask's layers; others, such as casts and quantiles, choose their type.
 _ARITHMETIC = ("add-", "sub-", "mul-", "truediv-", "pow-", "neg-", "chunk_einsum-")
+_QUANTIZED = ("quantized", "blocks")
+_DENSE = (
+    "quantised tensors whose values were computed are written dense, and no longer declared as "
+    "quantised"
+)
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
 
 
@@ -400,9 +406,19 @@ def _tensor(
         part = lazy.reader.part
         tensor = Tensor(name, part.dtype, lazy.shape, {"data": part}, strict=lazy.strict)
         return Unchanged(replace(tensor, attrs=attrs, dims=dims, path=path), lazy.readers)
-    if _layout(variable.encoding) in {"quantized", "blocks"}:
-        changes.add("quantised tensors whose values were computed are written dense", name)
+    if _layout(variable.encoding) in _QUANTIZED or _is_of_codes(variable):
+        changes.add(_DENSE, name)
     return _computed(name, variable, dims)
+
+
+def _is_of_codes(variable: xr.Variable) -> bool:
+    """Return whether a variable is computed from decoded tensors, with their axes."""
+    lazies = lazies_in(data_of(variable)).values()
+    origins = [origin for lazy in lazies for origin in islice(lazy.tensor_origins, 1)]
+    return any(
+        o.role is None and o.tensor.layout in _QUANTIZED and len(o.tensor.shape) == variable.ndim
+        for o in origins
+    )
 
 
 def _dims(
