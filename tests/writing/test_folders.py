@@ -1229,6 +1229,32 @@ class TestSizesOfParts:
             xckpt.open("base").isel(ff=slice(16)).ckpt.save("out/")
         assert names_without_config("out")
 
+    @pytest.mark.parametrize(("stated", "shapes", "edit", "text"), WRONG.values(), ids=WRONG)
+    def test_edited_sizes_of_single_tensors_are_those_of_the_tensors(
+        self, stated: dict[str, Any], shapes: Any, edit: dict[str, Any], text: str
+    ) -> None:
+        self.write(stated, shapes)
+        ds = xckpt.open("base")
+        with pytest.warns(CheckpointWarning, match=f"not copied from base/, as {text}: 'config"):
+            ds.assign_attrs(config=stated | edit).ckpt.save("out/")
+        assert names_without_config("out")
+        ds.assign_attrs(config=stated | {"rope_theta": 5}).ckpt.save("other/")
+        assert config("other") == stated | {"rope_theta": 5}
+
+    @pytest.mark.parametrize(("stated", "shapes", "edit", "new"), RIGHT.values(), ids=RIGHT)
+    def test_edited_sizes_that_new_tensors_have_are_written(
+        self, stated: dict[str, Any], shapes: Any, edit: dict[str, Any], new: Any
+    ) -> None:
+        self.write(stated, shapes)
+        ds = xckpt.open("base")
+        other = {n: xr.DataArray(np.ones(s, "f4"), dims=ds[n].dims) for n, s in new.items()}
+        ds = ds.drop_vars([*new]).assign(other)
+        ds.assign_attrs(config=stated | edit).ckpt.save("out/")
+        assert config("out") == stated | edit
+        with pytest.warns(CheckpointWarning, match="not copied from base/"):
+            ds.assign_attrs(config=stated).ckpt.save("unedited/")
+        assert names_without_config("unedited")
+
 
 def names_without_config(folder: str) -> bool:
     return names(folder) == ["model.safetensors"]

@@ -18,6 +18,7 @@ from xckpt.formatting import counted
 from xckpt.structure.facts import (
     KEYS,
     StatedSize,
+    compare_extents,
     declarations_in,
     is_gguf,
     model_facts,
@@ -172,7 +173,8 @@ def fit_config(
     if not fit.renamed:
         known = {_without_numbers(name, config) for name in old}
         fit.added = [name for name in new if _without_numbers(name, config) not in known]
-    _fit_axes(fit, sizes, structure, old, new)
+    configs = config, config if edited is None else edited
+    _fit_axes(fit, sizes, structure, old, new, configs=configs)
     _fit_head(fit, Structure(after), old, sources)
     if fit.has_fewer_tokens and "vocab" in sizes:
         _check_tokens(fit, sizes["vocab"])
@@ -180,9 +182,13 @@ def fit_config(
         for key in fit.edited:
             fit.config.pop(key, None)
         fit.config |= {key: deepcopy(edited[key]) for key in edited if key in fit.edited}
-        unedited = check_config(config, before, counts_layers=False).problems
+        # Tensors that the config contradicted before have other sizes of this name.
+        contradicted = {
+            text.partition(":")[0]
+            for text in check_config(config, before, counts_layers=False).problems
+        }
         problems = check_config(fit.config, after, counts_layers=False).problems
-        fit.problems += [problem for problem in problems if problem not in unedited]
+        fit.problems += [text for text in problems if text.partition(":")[0] not in contradicted]
         _check_edited_layers(fit, config, structure, new)
         _check_edited_labels(
             fit, config, _label_counts(structure, old), _label_counts(Structure(after, facts), new)
@@ -525,25 +531,31 @@ def _fit_axes(
     structure: Structure,
     old: Mapping[str, Shape],
     new: Mapping[str, Shape],
+    *,
+    configs: Sequence[Mapping[str, Any]],  # before and after edits
 ) -> None:
     """Correct the sizes that are extents of axes."""
     extents: dict[str, set[tuple[int, int]]] = defaultdict(set)  # by the name of the axis
     unexplained: dict[str, None] = {}
     keys: dict[str, None] = {}  # of the config, which may have to be edited
+    problems: dict[str, str] = {}  # by key
     for name in [name for name in old if name in new]:
         if len(old[name]) != len(new[name]):
             unexplained[name] = None
             continue
+        stated, contradictions = compare_extents(name, old[name], new[name], configs)
+        problems |= contradictions
         shapes = zip(old[name], new[name], strict=True)
-        for axis, pair in zip(structure[name].axes, shapes, strict=True):
+        for number, (axis, pair) in enumerate(zip(structure[name].axes, shapes, strict=True)):
             # Other axes may have the same extent, such as labels and layers.
             size = sizes.get(axis or "")
             is_size = size.value == pair[0] if size is not None else "*" in (axis or "")
             if axis is not None and is_size:
                 extents[axis].add(pair)
-            elif pair[0] != pair[1]:
+            elif pair[0] != pair[1] and number not in stated:
                 unexplained[name] = None
                 keys |= dict.fromkeys(key for key in _KEYS.get(axis or "", ()) if key in fit.config)
+    fit.problems += problems.values()
     for axis, pairs in extents.items():
         _fit_size(fit, axis, pairs, sizes)
     if unexplained:

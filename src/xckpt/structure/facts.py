@@ -15,8 +15,10 @@ of an unexpected type counts as missing.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.index import StoredList
@@ -24,13 +26,13 @@ from xckpt.structure.info import Role
 from xckpt.structure.numbering import leaf_of, module_of, split_leaf, split_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     Shape = tuple[int, ...]
 
 _ARCHITECTURE = "general.architecture"
 _LARGEST = 1 << 62
-_LONGEST_FAMILY = 100
+_LONGEST_FAMILY, _LONGEST_NAME = 100, 512
 _MOST_TYPES = 64
 _MOST_EXCLUDED, _DEEPEST = 10_000, 32
 # Values of the attribute `kind` whose tensors have the names of gpt.rs.
@@ -203,6 +205,116 @@ def _family(value: Any) -> str:
 
 def _checked(sizes: Mapping[str, Any]) -> dict[str, int]:
     return {n: size for n, size in sizes.items() if type(size) is int and 0 < size <= _LARGEST}
+
+
+# --- sizes of single tensors ----------------------------------------------------------------------
+
+
+class _ExtentRule(NamedTuple):
+    """An axis of some tensors, and the values of a config that its extent follows from."""
+
+    name: re.Pattern[str]
+    axis: int
+    keys: tuple[str, ...]
+    extent: Callable[[Sequence[int]], int] = itemgetter(0)
+    #: Rows that tables of positions have for tokens of classes.
+    most_extra: int = 0
+    #: Key that states it otherwise.
+    unless: str = ""
+
+    @classmethod
+    def of(cls, name: str, *fields: Any) -> _ExtentRule:
+        """Return the rule for tensors whose names end so."""
+        return cls(re.compile(rf"(?:^|[./]){name}$"), *fields)
+
+
+_PATCHES = r"patch_embed\w*(?:\.proj\w*)?\.weight"
+_FIRST_CONV = r"resnets\.0\.conv1\.weight"
+_WIDTHS = ("block_out_channels",)
+_HEADS = ("num_key_value_heads", "hidden_size", "num_attention_heads")
+_EXTENTS = (
+    _ExtentRule.of(_PATCHES, 1, ("num_channels",)),
+    _ExtentRule.of(_PATCHES, 1, ("in_chans",)),
+    *[_ExtentRule.of(_PATCHES, axis, ("patch_size",)) for axis in (-2, -1)],
+    _ExtentRule.of(
+        r"pos\w*_embed\w*(?:\.weight)?", -2, ("image_size", "patch_size"),
+        lambda sizes: (sizes[0] // sizes[1]) ** 2, 2,
+    ),
+    _ExtentRule.of(r"(?:text|visual)_projection\.weight", 0, ("projection_dim",)),
+    _ExtentRule.of(r"token_type_embeddings\.weight", 0, ("type_vocab_size",)),
+    _ExtentRule.of(
+        r"[kv]_proj\.(?:weight|bias)", 0, _HEADS,
+        lambda sizes: sizes[0] * sizes[1] // sizes[2], 0, "head_dim",
+    ),
+    _ExtentRule.of(r"conv_in\.weight", 1, ("in_channels",)),
+    _ExtentRule.of(r"conv_out\.weight", 0, ("out_channels",)),
+    _ExtentRule.of(r"conv_in\.weight", 0, _WIDTHS),
+    _ExtentRule.of(rf"mid_block\.{_FIRST_CONV}", 0, _WIDTHS, itemgetter(-1)),
+    *[_ExtentRule.of(rf"down_blocks\.{n}\.{_FIRST_CONV}", 0, _WIDTHS, itemgetter(n))
+      for n in range(8)],
+)  # fmt: skip
+
+
+class _StatedExtent(NamedTuple):
+    """The extent of an axis of a tensor, as the values of a config state it."""
+
+    axis: int
+    extent: int
+    most_extra: int
+    text: str  # "image_size 224 and patch_size 16"
+
+
+def _extents_stated_for(
+    name: str, config: Mapping[str, Any]
+) -> dict[tuple[str, int], _StatedExtent]:
+    """Return the extents of a tensor that a config states, by the first key and the axis."""
+    words = {*split_name(name.replace("_", "."))}
+    parts = {
+        f"{key}.": part
+        for key, part in config.items()
+        if isinstance(part, dict) and key.removesuffix("_config") in words
+    }
+    text = config.get("text_config")
+    if not parts and isinstance(text, dict):
+        parts = {"text_config.": text}
+    extents = {}
+    rules = _EXTENTS if len(name) <= _LONGEST_NAME else ()
+    for rule in [rule for rule in rules if rule.name.search(name)]:
+        for path, section in ({"": config} | parts).items():
+            values = [section.get(key) for key in rule.keys]
+            listed = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+            is_sized = len(_checked(dict(enumerate(listed)))) == len(listed)
+            if is_sized and section.get(rule.unless) is None:
+                with suppress(IndexError):
+                    pairs = zip(rule.keys, values, strict=True)
+                    keys = " and ".join([f"{path}{key} {value}" for key, value in pairs])
+                    extent = rule.extent(listed)
+                    place = f"{path}{rule.keys[0]}", rule.axis
+                    extents[place] = _StatedExtent(rule.axis, extent, rule.most_extra, keys)
+    return extents
+
+
+def compare_extents(
+    name: str, before: Shape, after: Shape, configs: Sequence[Mapping[str, Any]]
+) -> tuple[set[int], dict[str, str]]:
+    """Return the axes of a tensor that fit an edited config, and by key how others contradict it.
+
+    Only extents that followed from the config before count.
+    """
+    stated, edited = (_extents_stated_for(name, config) for config in configs)
+    axes, problems = set(), {}
+    for place, size in stated.items():
+        extra = before[size.axis] - size.extent if -len(before) <= size.axis < len(before) else -1
+        if place not in edited or not 0 <= extra <= size.most_extra:
+            continue
+        new, extent, key = edited[place], after[size.axis], place[0]
+        wanted = new.extent + extra
+        if extent == wanted:
+            axes.add(size.axis % len(before))
+        elif new.extent != size.extent:
+            was = "" if new.text == f"{key} {wanted}" else f" instead of {wanted}"
+            problems[key] = f"{new.text}: the tensors have {extent}{was}"
+    return axes, problems
 
 
 # --- quantisation --------------------------------------------------------------------------------
