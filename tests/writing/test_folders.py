@@ -681,6 +681,26 @@ class TestResults:
             xckpt.open("a").isel(vocab=slice(30)).ckpt.save("out/")
         assert config("out") == LLAMA | tokens | {"vocab_size": 30}
 
+    def test_numbers_of_tokens_without_a_row_are_named_beside_edits(self) -> None:
+        tokens = {"bos_token_id": 1, "pad_token_id": 31}
+        Path("a/config.json").write_text(json.dumps(LLAMA | tokens))
+        Path("a/generation_config.json").write_text(json.dumps({"eos_token_id": [2, 30]}))
+        a = xckpt.open("a")
+        cut = a.isel(vocab=slice(30)).assign_attrs(config=LLAMA | tokens | {"vocab_size": 30})
+        with pytest.warns(CheckpointWarning) as caught:
+            cut.ckpt.save("out/")
+        assert "config.json names tokens that have no row: 'pad_token_id: 31'" in str(
+            caught[0].message
+        )
+        assert "generation_config.json names tokens that have no row: 'eos_token_id: 30'" in str(
+            caught[0].message
+        )
+        text = r"config.json names tokens that have no row: 'pad_token_id: 32'"
+        with pytest.warns(CheckpointWarning, match=text):
+            a.assign_attrs(config=LLAMA | {"pad_token_id": 32}).ckpt.save("edited/")
+        with pytest.warns(CheckpointWarning, match=r"attributes names? tokens.*pad_token_id: 31'"):
+            a.isel(vocab=slice(30)).ckpt.save("out.zt")
+
     def test_an_adapter_that_sets_most_tensors_is_not_the_origin(self) -> None:
         saved = {
             f"base_model.model.{name}": value

@@ -40,6 +40,7 @@ __all__ = [
     "check_labels",
     "fit_config",
     "fit_quantization",
+    "tokens_without_row",
 ]
 
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
@@ -53,6 +54,7 @@ _LAYER_KEYS = (*KEYS["layer"], "n_layers")
 # Keys of configs by the name of an axis.
 _KEYS = KEYS | {"label": ("num_labels", "num_classes", "id2label", "label2id")}
 _TIED = "tie_word_embeddings"
+_NUMBERS_OF_TOKENS = "_token_id"  # at the end of keys
 # Wrappers, and usual prefixes of a base model, in their order.
 _PREFIXES = ("_orig_mod.", "module.", "model.", "transformer.")
 # Where methods of quantisation list modules that stay as they are.
@@ -176,8 +178,6 @@ def fit_config(
     configs = config, config if edited is None else edited
     _fit_axes(fit, sizes, structure, old, new, configs=configs)
     _fit_head(fit, Structure(after), old, sources)
-    if fit.has_fewer_tokens and "vocab" in sizes:
-        _check_tokens(fit, sizes["vocab"])
     if edited is not None and fit.edited:
         for key in fit.edited:
             fit.config.pop(key, None)
@@ -193,6 +193,7 @@ def fit_config(
         _check_edited_labels(
             fit, config, _label_counts(structure, old), _label_counts(Structure(after, facts), new)
         )
+    _check_tokens(fit)
     return fit
 
 
@@ -284,17 +285,23 @@ def _fit_head(
         fit.corrections.append(f"{_TIED}: False (was True)")
 
 
-def _check_tokens(fit: ConfigFit, size: StatedSize) -> None:
+def _check_tokens(fit: ConfigFit) -> None:
     """Find numbers of tokens without a row in a vocabulary that became smaller."""
-    for section in (fit.config, size.section):
-        for key, value in section.items():
-            numbers = value if isinstance(value, list) else [value]
-            if key.endswith("_token_id"):
-                fit.unknown_tokens |= {
-                    f"{key}: {number}": None
-                    for number in numbers
-                    if type(number) is int and number >= size.section[size.key]
-                }
+    size = sizes_stated_in(fit.config).get("vocab")
+    is_edited = any(key.endswith(_NUMBERS_OF_TOKENS) for key in fit.edited)
+    if size is not None and (fit.has_fewer_tokens or is_edited):
+        for section in (fit.config, size.section):
+            fit.unknown_tokens |= dict.fromkeys(tokens_without_row(section, size.value))
+
+
+def tokens_without_row(section: Mapping[str, Any], rows: int) -> list[str]:
+    """Return the numbers of tokens that a vocabulary of so many rows lacks, with their keys."""
+    return [
+        f"{key}: {number}"
+        for key, value in section.items()
+        for number in (value if isinstance(value, list) else [value])
+        if key.endswith(_NUMBERS_OF_TOKENS) and type(number) is int and number >= rows
+    ]
 
 
 def fit_quantization(fit: ConfigFit, dense: Sequence[str], *, is_quantized: bool) -> None:

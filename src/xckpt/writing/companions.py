@@ -39,6 +39,7 @@ from xckpt.structure.config_fit import (
     check_labels,
     fit_config,
     fit_quantization,
+    tokens_without_row,
 )
 from xckpt.structure.facts import declarations_in, is_gguf, model_facts, sizes_stated_in
 from xckpt.structure.info import Described, Role
@@ -61,7 +62,8 @@ _OF_TOKENIZER = (
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
     *("chat_template.jinja", "chat_template.json", "sentencepiece.bpe.model"),
 )
-_OF_MODEL = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+_GENERATION = "generation_config.json"
+_OF_MODEL = (_GENERATION, "preprocessor_config.json", "processor_config.json")
 # Their JSON objects may name code.
 _PARSED = frozenset({_CONFIG, "tokenizer_config.json", "processor_config.json"})
 # Names that libraries look for in the place of "model": peft, mlx-lm, diffusers.
@@ -250,7 +252,11 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     stated = attrs if is_flat else attrs.get("config")
     if not isinstance(stated, Mapping) or not sizes_stated_in(stated):
         return gathered
-    config = {key: value for key, value in stated.items() if not key.startswith("tokenizer.")}
+    config = {
+        key: value
+        for key, value in stated.items()
+        if key.endswith("_token_id") or not key.startswith("tokenizer.")
+    }
     tokens = attrs.get(_TOKENS)
     if is_flat and isinstance(tokens, list | StoredList):
         config.setdefault(f"{attrs['general.architecture']}.vocab_size", len(tokens))
@@ -512,9 +518,13 @@ def _add_changes(
                 changes.add(f"stays as it is without overwrite=True, and {difference}", name)
         elif name == _CONFIG:
             changes.add_all(_CORRECTED, fit.corrections)
-            changes.add_all("config.json names tokens that have no row", fit.unknown_tokens)
+            changes.add_all(_UNKNOWN_TOKENS.format(name), fit.unknown_tokens)
             if fit.contradicted_key:
                 changes.add("labels of config.json that an edit contradicts", fit.contradicted_key)
+        elif name == _GENERATION and isinstance(content, Path) and fit.has_fewer_tokens:
+            size = sizes_stated_in(fit.config).get("vocab")
+            tokens = tokens_without_row(_parsed(content) or {}, size.value) if size else ()
+            changes.add_all(_UNKNOWN_TOKENS.format(name), tokens)
 
 
 def _data(content: bytes | Path) -> bytes:
