@@ -274,6 +274,21 @@ def test_metadata_go_into_every_file(tmp_path: Path) -> None:
     assert index.attrs == {"format": "np", "by": "me", "total_size": 1840}
 
 
+def test_results_in_memory_keep_the_total_size_of_their_index(tmp_path: Path) -> None:
+    xckpt.save(dataset(), tmp_path / "a.safetensors", max_shard_size=900)
+    ds = (xckpt.open(tmp_path / "a.safetensors.index.json") * 2).compute()
+    assert ds.attrs["total_size"] == 1840
+    xckpt.save(ds, tmp_path / "b.safetensors", max_shard_size=900)
+    index = xckpt.read_index(tmp_path / "b.safetensors.index.json")
+    assert index.attrs["total_size"] == 1840
+
+
+def test_a_file_without_an_index_has_no_note_of_its_size(tmp_path: Path) -> None:
+    xckpt.save(dataset(), tmp_path / "model.safetensors", max_shard_size=900)
+    xckpt.open(tmp_path)[["a", "b"]].ckpt.save(f"{tmp_path}/out/")
+    assert "as total_size" not in repr(xckpt.open(tmp_path / "out").ckpt)
+
+
 def test_the_old_file_stays_until_its_shards_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

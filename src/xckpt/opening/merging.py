@@ -69,7 +69,7 @@ def merge(files: CheckpointFiles, opened: Sequence[OpenFile]) -> tuple[Source, I
         imports=tuple(dict.fromkeys(name for file in opened for name in file.index.imports)),
     )
     duplicates = {name: tuple(labels) for name, labels in merged.duplicates.items()}
-    notes = (*files.notes, *_size_notes(index))
+    notes = (*files.notes, *_size_notes(index, files.attrs.get("total_size")))
     checkpoint = replace(files.described(), notes=notes, duplicates=duplicates)
     return ShardedSource(files.name, sources), replace(index, checkpoint=checkpoint)
 
@@ -184,9 +184,8 @@ class _MergedTensors:
         return names_by_label
 
 
-def _size_notes(index: Index) -> list[str]:
+def _size_notes(index: Index, stated: Any) -> list[str]:
     """Report a total size in the index of shards that is not the size of the tensors."""
-    stated = index.attrs.get("total_size")
     tensors = index.tensors.values()
     if type(stated) is not int or any(tensor.problem is not None for tensor in tensors):
         return []

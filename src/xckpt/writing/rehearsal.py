@@ -7,7 +7,9 @@ So the reader of the format reads the planned headers, with zeros instead of dat
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
+from dataclasses import replace
 from math import isclose, isnan
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -59,6 +61,9 @@ def changed_attributes(
     # An index of shards has no format, so its shards are read instead.
     indexes = [writer.read(files[name]) for name in (plan.companions if plan.is_index else [""])]
     offsets = {planned.tensor: planned.offset for planned in reversed(plan.parts)}
+    if plan.is_index:
+        stated = json.loads(bytes(files[""].read(0, files[""].size)))["metadata"]
+        indexes.append(replace(indexes[0], tensors={}, attrs=stated))
     attrs_of = _attrs_in(indexes, offsets)
     lost = []
     for change, tensor, key, value in candidates:
