@@ -968,7 +968,7 @@ OF_CLIP = {
     "text_model.embeddings.position_embedding.weight": (7, 8),
     "vision_model.embeddings.position_embedding.weight": (17, 8),
 }  # fmt: skip
-LARGER = {**CLIP["vision_config"], "image_size": 16}
+LARGER = {"hidden_size": 8, "image_size": 16, "patch_size": 2}
 HEADS = {
     "model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
@@ -1227,7 +1227,7 @@ class TestSizesOfParts:
     def test_routers_that_move_with_the_experts_are_no_warning(self, is_stacked: bool) -> None:
         routers = self.write_mixture(is_stacked=is_stacked)
         ds = xckpt.open("base")
-        moved = ds.isel(expert=[1, 0, 2, 3])
+        moved: xr.Dataset = ds.isel(expert=[1, 0, 2, 3])
         if not is_stacked:
             moved = swapped(ds).assign({name: moved[name] for name in routers})
         for number, result in enumerate((ds * 2, (ds + ds) / 2, moved, moved * 2)):

@@ -283,12 +283,13 @@ def _extents_stated_for(
         for path, section in ({"": config} | parts).items():
             values = [section.get(key) for key in rule.keys]
             listed = values[0] if len(values) == 1 and isinstance(values[0], list) else values
-            is_sized = len(_checked(dict(enumerate(listed)))) == len(listed)
+            numbers = [*_checked({str(n): value for n, value in enumerate(listed)}).values()]
+            is_sized = len(numbers) == len(listed)
             if is_sized and section.get(rule.unless) is None:
                 with suppress(IndexError):
                     pairs = zip(rule.keys, values, strict=True)
                     keys = " and ".join([f"{path}{key} {value}" for key, value in pairs])
-                    extent = rule.extent(listed)
+                    extent = rule.extent(numbers)
                     place = f"{path}{rule.keys[0]}", rule.axis
                     extents[place] = _StatedExtent(rule.axis, extent, rule.most_extra, keys)
     return extents

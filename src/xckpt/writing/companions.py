@@ -376,7 +376,9 @@ def _check_order(
     if _CONFIG not in files:
         return
     stored = {tensor.name: _stored_names(origin, tensor) for tensor in tensors}
-    arrays = {tensor.name: getattr(tensor, "data", {}).get("data") for tensor in tensors}
+    arrays: dict[str, Any] = {
+        tensor.name: getattr(tensor, "data", {}).get("data") for tensor in tensors
+    }
     small = {
         name: array
         for name, array in arrays.items()
