@@ -1323,6 +1323,21 @@ class TestEditedConfigs:
             make().assign_attrs(config=edited).ckpt.save("out/")
         assert "config.json" not in names("out")
 
+    def test_another_class_has_another_head(self) -> None:
+        base = xckpt.open("a")
+        head = xr.DataArray(np.zeros((2, 8), "f4"), dims=("label", "embd"))
+        classifier = base.drop_vars(HEAD).assign({"score.weight": head})
+        with pytest.warns(CheckpointWarning, match=r"lacks 1 of its \d+ tensors: 'lm_head.weight'"):
+            classifier.ckpt.save("plain/")
+        classes = {"architectures": ["LlamaForSequenceClassification"]}
+        labels = {"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}
+        edited = {**LLAMA, **classes, **labels}
+        classifier.assign_attrs(config=edited).ckpt.save("out/")
+        assert config("out") == edited
+        with pytest.warns(CheckpointWarning, match=f"lacks 1 of its.*{NORM}"):
+            classifier.drop_vars(NORM).assign_attrs(config=edited).ckpt.save("part/")
+        assert "config.json" not in names("part")
+
     def test_a_value_that_the_tensors_have_is_no_correction(self) -> None:
         edited = {**LLAMA, "num_hidden_layers": 2}
         with_layers([0, 2]).assign_attrs(config=edited).ckpt.save("out/")

@@ -54,6 +54,7 @@ _LAYER_KEYS = (*KEYS["layer"], "n_layers")
 # Keys of configs by the name of an axis.
 _KEYS = KEYS | {"label": ("num_labels", "num_classes", "id2label", "label2id")}
 _TIED = "tie_word_embeddings"
+_CLASSES = "architectures"
 _NUMBERS_OF_TOKENS = "_token_id"  # at the end of keys
 # Wrappers, and usual prefixes of a base model, in their order.
 _PREFIXES = ("_orig_mod.", "module.", "model.", "transformer.")
@@ -175,6 +176,9 @@ def fit_config(
     if not fit.renamed:
         known = {_without_numbers(name, config) for name in old}
         fit.added = [name for name in new if _without_numbers(name, config) not in known]
+    if _CLASSES in fit.edited:  # another class of model has other modules, such as its head
+        fit.missing = _below_same_modules(fit.missing, new)
+        fit.added = _below_same_modules(fit.added, old)
     configs = config, config if edited is None else edited
     _fit_axes(fit, sizes, structure, old, new, configs=configs)
     _fit_head(fit, Structure(after), old, sources)
@@ -518,6 +522,12 @@ def _missing(
         if info.role in PARAMETERS and not (is_tied and info.slot == "output"):
             weights.append(name)
     return weights
+
+
+def _below_same_modules(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return the names whose first module others have, too."""
+    modules = {name.partition(".")[0] for name in others}
+    return [name for name in names if name.partition(".")[0] in modules]
 
 
 def _without_prefix(name: str, config: Mapping[str, Any]) -> str:
