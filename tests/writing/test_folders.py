@@ -1338,6 +1338,15 @@ class TestEditedConfigs:
             classifier.drop_vars(NORM).assign_attrs(config=edited).ckpt.save("part/")
         assert "config.json" not in names("part")
 
+    def test_a_tensor_that_keeps_its_type_beside_another_one_of_the_config(self) -> None:
+        write_model("c", 0, dtype="float32")
+        encoding = {"*": {"dtype": "bfloat16"}, HEAD: {"dtype": "float32"}}
+        with pytest.warns(
+            CheckpointWarning, match=f"of another type than bfloat16.*{HEAD} float32"
+        ):
+            xckpt.open("c").ckpt.save("out/", encoding=encoding, cast="allow")
+        assert config("out")["dtype"] == "bfloat16"
+
     def test_a_value_that_the_tensors_have_is_no_correction(self) -> None:
         edited = {**LLAMA, "num_hidden_layers": 2}
         with_layers([0, 2]).assign_attrs(config=edited).ckpt.save("out/")

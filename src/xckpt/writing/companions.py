@@ -350,7 +350,7 @@ def companions_of(
     written = new.get(_CONFIG) if _CONFIG in contents else None
     notes = (
         _notes(origin, contents, files, is_compared=bool(before)),
-        _other_types(written or {}, before, after),
+        _other_types(written or {}, config, before, after),
     )
     for change, name in chain.from_iterable(notes):
         changes.add(change, name)
@@ -600,11 +600,16 @@ def _main_type(tensors: Iterable[Described]) -> str:
 
 
 def _other_types(
-    config: Mapping[str, Any], before: Iterable[Described], after: Iterable[Described]
+    config: Mapping[str, Any],
+    old_config: Mapping[str, Any],
+    before: Iterable[Described],
+    after: Iterable[Described],
 ) -> Iterator[tuple[str, str]]:
-    """Yield notes of tensors whose type was changed, and differs from the config."""
-    stated = next((config[key] for key in _DTYPE_KEYS if key in config), None)
-    types = {tensor.name: tensor.dtype for tensor in before}
+    """Yield notes of tensors whose type differs from the config, and did not before."""
+    stated, old_stated = (
+        next((c[key] for key in _DTYPE_KEYS if key in c), None) for c in (config, old_config)
+    )
+    types = {tensor.name: tensor.dtype for tensor in before} if stated == old_stated else {}
     for tensor in after if stated in WIDE_FLOATS else ():
         if tensor.dtype in WIDE_FLOATS and tensor.dtype not in {stated, types.get(tensor.name)}:
             yield _OTHER_TYPE.format(stated), f"{tensor.name} {tensor.dtype}"
