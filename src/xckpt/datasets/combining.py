@@ -63,7 +63,7 @@ _UNSCALED = {
 _MOST_PROBLEMS = 3
 _MOST_TRIED = 8
 _ROUNDING = 1e-2  # of sums of ones in half precision
-_LARGE = 0.25  # mean size of the elements of a tensor, relative to those of the model
+_LARGE = 0.25  # mean size of the elements of a tensor, relative to the model
 #: A Dataset or a tree; functions return the type of their argument.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
@@ -185,7 +185,7 @@ def _are_as_large(
     model: Mapping[Any, xr.Variable],
     changes: OpenTensors,
 ) -> bool:
-    """Return whether values are as large as those of the model, unlike those of saved updates."""
+    """Return whether values are as large as in the model, which saved updates are not."""
     pairs = [
         (model[name], changes.variable(adapter.tensors["value"]))
         for name, of_tensor in matches.items()

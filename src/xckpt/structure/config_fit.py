@@ -458,11 +458,12 @@ def check_kinds(
         for name, number in numbers.items() if lists else ():
             origins = _layers(stored[name]).get(stem, {}).items()
             for key, kinds in lists.items():
-                alike: dict[bool, list[str]] = {True: [], False: []}
+                by_kind: dict[bool, list[str]] = {True: [], False: []}
                 for origin, old in origins:
                     if old < len(kinds) and number < len(kinds):
-                        alike[kinds[old] == kinds[number]].append(origin)
-                if key not in moved and uses(name, alike[False]) and not uses(name, alike[True]):
+                        by_kind[kinds[old] == kinds[number]].append(origin)
+                is_alike = not uses(name, by_kind[False]) or uses(name, by_kind[True])
+                if key not in moved and not is_alike:
                     moved[key] = None
     if moved:
         text = f"layers are in another order than in {some([*moved], '')}"

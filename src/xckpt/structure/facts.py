@@ -309,11 +309,11 @@ def compare_extents(
         if place not in edited or not 0 <= extra <= size.most_extra:
             continue
         new, extent, key = edited[place], after[size.axis], place[0]
-        wanted = new.extent + extra
-        if extent == wanted:
+        target = new.extent + extra
+        if extent == target:
             axes.add(size.axis % len(before))
         elif new.extent != size.extent:
-            was = "" if new.text == f"{key} {wanted}" else f" instead of {wanted}"
+            was = "" if new.text == f"{key} {target}" else f" instead of {target}"
             problems[key] = f"{new.text}: the tensors have {extent}{was}"
     return axes, problems
 
