@@ -63,7 +63,7 @@ def pack(codes: Array, bits: int) -> Array:
 def compared(
     ours: dict[str, Array], theirs: dict[str, dict[str, Array]], bits: int, folder: Path
 ) -> Any:
-    tensors = {}
+    tensors: dict[str, Array] = {}
     for name, parts in theirs.items():
         tensors |= {f"{name}.{part}": values for part, values in parts.items()}
         tensors[f"{name}.weight"] = pack(parts["weight"], bits)

@@ -166,11 +166,11 @@ def _numbered_alike(ours: Sequence[Located], theirs: Sequence[Located]) -> list[
     for group in groups.values():
         numbers = [{t.numbers for t in tensors} for tensors in group]
         is_counted = len(group[0]) == len(group[1]) and group[0][0].role in _OF_HEADS
-        for side, tensors in zip(sides, group, strict=True):
+        for tensors, numbered in zip(group, sides, strict=True):
             if is_counted and numbers[0] != numbers[1]:
                 ranked = enumerate(sorted(tensors, key=lambda tensor: natural_key(tensor.name)))
                 tensors = [t._replace(numbers=(n,), component="") for n, t in ranked]  # noqa: PLW2901
-            side.extend(tensors)
+            numbered.extend(tensors)
     return sides
 
 

@@ -492,8 +492,8 @@ def _spare(work: Work, n: int) -> Explanation | None:
     if len(kinds) != 1 or len(verified) < len(others):
         return None
     twin = stream.name.replace(kinds[0], _TWO_BIASES[kinds[0]])
-    names = (case.match[1 + side] for case in work.cases)
-    number = next((m for m, x in enumerate(names) if x is not None and x.name == twin), None)
+    streams = (case.match.theirs if side else case.match.ours for case in work.cases)
+    number = next((m for m, x in enumerate(streams) if x is not None and x.name == twin), None)
     explanation = None if number is None else work.explanations.get(number)
     if (
         explanation is None

@@ -540,7 +540,7 @@ class _GradedCodes:
         grades["value"] = values
         codes = self.array.code_values
         table = np.unique(codes[np.isfinite(codes)]).astype(F32)
-        scheme, allowed = self.array.quantization, [F32(0.5)] * 3
+        scheme, last = self.array.quantization, F32(0.5)
         rounding = np.zeros((), F32)
         if scheme.code.startswith("float"):
             # Quantisers round the scales to the type of activations before they divide by them.
@@ -549,12 +549,13 @@ class _GradedCodes:
             # MLX gives zero a code, so that the last level may be a step below the largest number,
             # and rounds scales and biases to their type after it has chosen the codes.
             low = self.array.biases(start, stop)
-            values, allowed[-1] = values - low, F32(1)
+            values, last = values - low, F32(1)
             with np.errstate(all="ignore"):
                 counts = np.where(scale == 0, F32(0), np.abs(values / scale))
             kind = self.array.readers["scales"].part.dtype
             rounding = _rounding_error(low, kind) + counts * _rounding_error(scale, kind)
-        graded = _grade_by_table(grades, values, scale, table, tuple(allowed)).reshape(values.shape)
+        allowed = F32(0.5), F32(0.5), last
+        graded = _grade_by_table(grades, values, scale, table, allowed).reshape(values.shape)
         graded["below"] += rounding
         graded["above"] += rounding
         return graded
