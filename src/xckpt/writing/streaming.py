@@ -299,38 +299,41 @@ class _Streaming:
     ) -> str | None:
         """Emit the stored bytes of a part; return the requested digest."""
         part, data = planned.part, planned.data
-        blocks = (
-            self._read_back(offset, stored_nbytes(planned)) if data is None else data.memories()
-        )
+        hasher = None if part.algorithm is None else Hasher(part.algorithm)
+        covers_decoded = part.digest_of == "decoded" and part.compression is not None
+        raw_hasher = hasher if covers_decoded and is_compressed(planned) else None
+        stored_hasher = None if covers_decoded else hasher
+        position = 0
+        with _naming(planned):
+            for block in self._stored_blocks(planned, offset, raw_hasher, threads):
+                if stored_hasher is not None:
+                    stored_hasher.update(block)
+                emit(block, position)
+                position += len(block)
+            if isinstance(data, StoredBytes) and _is_verbatim(planned):
+                data.hash_decoded(hasher if covers_decoded else None)
+        return None if hasher is None else f"{hasher.algorithm}:{hasher.value().hex()}"
+
+    def _stored_blocks(
+        self, planned: PlannedPart, offset: int, raw_hasher: Hasher | None, threads: int
+    ) -> Iterator[Any]:
+        """Yield the stored bytes of a part, compressed if requested; hash those before that."""
+        part, data = planned.part, planned.data
         encoder = None
         if is_compressed(planned):
             level = DEFAULT_LEVEL if part.level is None else part.level
             encoder = new_encoder(str(part.compression), part.nbytes, level=level, threads=threads)
-        hasher = None if part.algorithm is None else Hasher(part.algorithm)
-        covers_decoded = part.digest_of == "decoded" and part.compression is not None
-        of_raw = hasher if covers_decoded and encoder is not None else None
-        of_stored = None if covers_decoded else hasher
-        at = 0
-
-        def put(stored: Any) -> None:
-            nonlocal at
-            if of_stored is not None:
-                of_stored.update(stored)
-            emit(stored, at)
-            at += len(stored)
-
-        with _naming(planned):
-            for block in blocks:
-                self._check_stopped()
-                if of_raw is not None:
-                    of_raw.update(block)
-                put(block if encoder is None else encoder.add(block))
-                self._progress.advance(len(block))
-            if encoder is not None:
-                put(encoder.end())
-            if isinstance(data, StoredBytes) and _is_verbatim(planned):
-                data.hash_decoded(hasher if covers_decoded else None)
-        return None if hasher is None else f"{hasher.algorithm}:{hasher.value().hex()}"
+        blocks = (
+            self._read_back(offset, stored_nbytes(planned)) if data is None else data.memories()
+        )
+        for block in blocks:
+            self._check_stopped()
+            if raw_hasher is not None:
+                raw_hasher.update(block)
+            yield block if encoder is None else encoder.add(block)
+            self._progress.advance(len(block))
+        if encoder is not None:
+            yield encoder.end()
 
     def _read_back(self, offset: int, nbytes: int) -> Iterator[bytes]:
         for start in range(offset, offset + nbytes, BLOCK_NBYTES):
