@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import Part, Tensor
     from xckpt.writing import Manifest
+    from xckpt.writing.saving import Conversion
     from xckpt.writing.verifying import Report
 
 __all__ = ["browse", "convert", "footprint", "info", "manifest", "steps", "verify"]
@@ -370,7 +371,6 @@ def convert(
     size. NEW appears once it is complete. FILE may be larger than memory.
     """
     from xckpt.labels.renaming import attr_of_text
-    from xckpt.opening import read_index
     from xckpt.writing import convert as write
 
     shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
@@ -401,21 +401,24 @@ def convert(
             **options,
         )
     if as_json:
-        new_index = read_index(done.path, storage_options=reading.storage_options)
-        document = {
-            "source": index.source,
-            "destination": done.path,
-            "format": done.format,
-            "version": new_index.version,
-            "nbytes": done.nbytes,
-            "tensors": done.tensors,
-            "recasts": [recast._asdict() for recast in done.recasts],
-        }
-        print_document(document)
-        return 0
-    for line in repr(done).splitlines():
+        print_document(_conversion_document(index.source, done, reading))
+    for line in [] if as_json else repr(done).splitlines():
         complain(line)
     return 0
+
+
+def _conversion_document(source: str, done: Conversion, reading: FileInput) -> dict[str, Any]:
+    from xckpt.opening import read_index
+
+    return {
+        "source": source,
+        "destination": done.path,
+        "format": done.format,
+        "version": read_index(done.path, storage_options=reading.storage_options).version,
+        "nbytes": done.nbytes,
+        "tensors": done.tensors,
+        "recasts": [recast._asdict() for recast in done.recasts],
+    }
 
 
 def _encoding(

@@ -37,7 +37,7 @@ from xckpt.arrays.keys import chunks_along_slowest
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import CheckpointError, UnsupportedError, some, warn
-from xckpt.formats.plan import LiteralBytes, Plan, PlannedPart, WantedPart, Written
+from xckpt.formats.plan import Draft, LiteralBytes, Plan, PlannedPart, WantedPart, Written
 from xckpt.formatting import counted
 from xckpt.index import Index, Part, strides_of
 from xckpt.interrupts import uninterrupted
@@ -395,32 +395,18 @@ def plan_job(
     replace: bool = False,
 ) -> WriteJob:
     """Return the job that writes a planned file, and warn of changes; nothing is written yet."""
-    path, writer = target.path, fitting.writer
     origin = origin_of(gathered) if target.is_folder else None
     if origin is not None:
-        tensor_names = {payload.name for payload in gathered.payloads}
-        target = target.in_folder(origin.stem(tensor_names))
-        attrs = {
-            key: value for key, value in gathered.attrs.items() if f"{key}.json" not in CONFIGS
-        }
-        path, gathered = target.path, gathered._replace(attrs=attrs)
+        target = target.in_folder(origin.stem({payload.name for payload in gathered.payloads}))
+        attrs = {k: value for k, value in gathered.attrs.items() if f"{k}.json" not in CONFIGS}
+        gathered = gathered._replace(attrs=attrs)
+    path, label = target.path, os.path.basename(target.path)  # noqa: PTH119  it may be a URL
     try:
         draft, payloads = fitting.draft(gathered, path)
-        make_plan = writer.plan
-        if grown is not None:
-            make_plan = partial(writer.append, grown, replace=replace)
-        plan = make_plan(draft, **format_options)
-        for loss, names in plan.losses.items():
-            for name in names:
-                fitting.changes.add(loss, name)
-        for change, name in changed_attributes(
-            draft, plan, writer, given=format_options, before=before, grown=grown
-        ):
-            fitting.changes.add(change, name)
-        label = os.path.basename(path)  # noqa: PTH119  it may be a URL
+        plan = _plan(draft, fitting, format_options, before=before, grown=grown, replace=replace)
+        fitting.changes.add_all(_OTHER_SHARDS, target.other_shards(plan.companions))
         paths = [path, *map(target.companion, plan.companions)]
         superseded = None
-        fitting.changes.add_all(_OTHER_SHARDS, target.other_shards(plan.companions))
         if plan.suffix:
             target.check()  # an existing file is an error, though it is not written
             superseded = label if target.overwrite else None
@@ -447,6 +433,29 @@ def plan_job(
         raise error.located(path=path) from error.__cause__
     fitting.changes.warn(target.path)
     return job
+
+
+def _plan(
+    draft: Draft,
+    fitting: Fitting,
+    format_options: Mapping[str, Any],
+    *,
+    before: Callable[[], Index | None],
+    grown: Source | None,
+    replace: bool,
+) -> Plan:
+    """Plan a file, or the end of the one to append to, and note what it does not keep."""
+    writer = fitting.writer
+    make_plan = writer.plan if grown is None else partial(writer.append, grown, replace=replace)
+    plan = make_plan(draft, **format_options)
+    for loss, names in plan.losses.items():
+        fitting.changes.add_all(loss, names)
+    changed = changed_attributes(
+        draft, plan, writer, given=format_options, before=before, grown=grown
+    )
+    for change, name in changed:
+        fitting.changes.add(change, name)
+    return plan
 
 
 def _resolved(path: str) -> str:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from xckpt.errors import Cause
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
+    from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
     from xckpt.writing.contents import TensorContent, TensorDigest
@@ -274,32 +275,22 @@ def verify(
         chosen = combined(tensors, options["exclude"], options["only"], structures)
         selected = set(select_or_raise(names, chosen))
         checked_tensors = [tensor for name, tensor in index.tensors.items() if name in selected]
-        total = sum([tensor.nbytes for tensor in checked_tensors])
         compared = None if manifest is None else _Compared(manifest, selected)
-        with Progress(progress, "verify", total) as bar:
-            sources = sources_of(source, index.shards)
-            check = partial(_check, sources=sources, progress=bar, compared=compared)
-            ranges = (
-                _ranges(tensor, sources, everything=compared is not None)
-                for tensor in checked_tensors
-            )
-            ahead = chain.from_iterable(ranges)
-            with side_by_side(
-                check, checked_tensors, ahead, lambda tensor: tensor.nbytes
-            ) as results:
-                for tensor, result in zip(checked_tensors, results, strict=True):
-                    if result.error is not None:
-                        errors.append((tensor.name, result.error))
-                    if compared is not None:
-                        compared.add(tensor.name, result)
-                    digests += result.digests
-                    unchecked += not result.is_covered
-            findings += map(_finding_of, causes_of(errors))
-            findings += _findings_of_emptiness(index, checked_tensors)
-            findings += [] if compared is None else compared.findings()
-            # Checking a file may take a request.
-            with ThreadPoolExecutor(_CONCURRENCY) as threads:
-                findings += filter(None, threads.map(_change, set(sources.values())))
+        sources = sources_of(source, index.shards)
+        results = _check_all(checked_tensors, sources, compared, progress)
+        for tensor, result in zip(checked_tensors, results, strict=True):
+            if result.error is not None:
+                errors.append((tensor.name, result.error))
+            if compared is not None:
+                compared.add(tensor.name, result)
+            digests += result.digests
+            unchecked += not result.is_covered
+        findings += map(_finding_of, causes_of(errors))
+        findings += _findings_of_emptiness(index, checked_tensors)
+        findings += [] if compared is None else compared.findings()
+        # Checking a file may take a request.
+        with ThreadPoolExecutor(_CONCURRENCY) as threads:
+            findings += filter(None, threads.map(_change, set(sources.values())))
     return Report(
         source.name,
         index.format,
@@ -523,6 +514,21 @@ def _ranges(
             is_read |= part.within is not None
             if is_read or everything:
                 yield from reader.ranges()
+
+
+def _check_all(
+    tensors: Sequence[Tensor],
+    sources: Mapping[str | None, Source],
+    compared: _Compared | None,
+    progress: ProgressOption,
+) -> Iterator[_Checked]:
+    """Check tensors side by side; yield the results in their order."""
+    with Progress(progress, "verify", sum([tensor.nbytes for tensor in tensors])) as bar:
+        check = partial(_check, sources=sources, progress=bar, compared=compared)
+        ranges = (_ranges(tensor, sources, everything=compared is not None) for tensor in tensors)
+        ahead = chain.from_iterable(ranges)
+        with side_by_side(check, tensors, ahead, lambda tensor: tensor.nbytes) as results:
+            yield from results
 
 
 def _check(
