@@ -186,12 +186,12 @@ def _role_in_model(words: list[str], dtype: str, axes: int, *, is_square: bool) 
 
 
 def is_fixed_by_name(name: str) -> bool:
-    """Return whether a name, or the path of a node, is that of a fixed transform."""
+    """Return whether a tensor or a node of this name is a fixed transform."""
     return is_fixed(split_name(_NUMBER.sub("0", name)))
 
 
 def is_fixed(words: Iterable[str]) -> bool:
-    """Return whether words are those of a transform that is never trained; 0 for every number."""
+    """Return whether words name a transform that is never trained; 0 for every number."""
     *modules, last = words
     return _FIXED.fullmatch(last) is not None or any(map(_FIXED_MODULE.fullmatch, modules))
 
@@ -200,7 +200,7 @@ def roles_beside_codes(
     roles: Mapping[str, Role], dtypes: Mapping[str, str]
 ) -> tuple[dict[str, Role], dict[str, str]]:
     """Return roles that follow from codes in the same module, and the scales of codes."""
-    # `roles` and `dtypes` are those of tensors whose roles follow from their names.
+    # `roles` and `dtypes` have the tensors whose roles follow from their names.
     codes, companions = codes_and_companions(dtypes)
     changed: dict[str, Role] = {}
     modules = set()
@@ -302,7 +302,7 @@ def _module_type(name: str, ndim: int, *, may_route: bool) -> str:
 
 
 def names_bias(param: str) -> bool:
-    """Return whether the name of a tensor in its module is that of a bias."""
+    """Return whether a tensor of this name in its module is a bias."""
     return _BIAS.fullmatch(_NUMBER.sub("0", param)) is not None
 
 
@@ -313,17 +313,17 @@ def param_in_dense(name: str) -> str:
 
 
 def names_variance(param: str) -> bool:
-    """Return whether the name of a statistic in its module is that of a variance."""
+    """Return whether a statistic of this name in its module is a variance."""
     return _VARIANCE.fullmatch(param.removesuffix(":0")) is not None
 
 
 def names_counter(param: str) -> bool:
-    """Return whether the name of a tensor in its module is that of a number that only grows."""
+    """Return whether a tensor of this name in its module is a number that only grows."""
     return _COUNTER.fullmatch(param) is not None
 
 
 def names_zero_point(param: str) -> bool:
-    """Return whether the name of a tensor beside codes is that of zero points or positions."""
+    """Return whether a tensor of this name beside codes has zero points or positions."""
     return _ZERO_POINT.fullmatch(_NUMBER.sub("0", param)) is not None
 
 
@@ -395,7 +395,7 @@ def is_of_squares(name: str) -> bool:
 
 
 def names_factor(name: str) -> bool:
-    """Return whether a name is that of a factor of an adapter of low rank."""
+    """Return whether a tensor of this name is a factor of an adapter of low rank."""
     return _FACTOR.search(name) is not None
 
 

@@ -85,12 +85,12 @@ def _of_dask(array: Any, layout: str, name: str) -> dict[str, Any]:
     """Return the parts of a dask array, each computed by blocks of rows."""
     array = array.rechunk(dict.fromkeys(range(1, array.ndim), -1))
 
-    def part(role: str, chunks: tuple[Any, ...], dtype: Any, **known: list[int]) -> Any:
+    def part(role: str, chunks: tuple[Any, ...], dtype: Any, **by_block: list[int]) -> Any:
         return array.map_blocks(
             _share,
             role=role,
             tensor=name,
-            known=known,
+            by_block=by_block,
             chunks=chunks,
             # The axis of the blocks stays, and is the last one.
             drop_axis=list(range(1, array.ndim)),
@@ -100,42 +100,42 @@ def _of_dask(array: Any, layout: str, name: str) -> dict[str, Any]:
         )
 
     counts = part("count", ((1,) * array.numblocks[0],), np.int64).compute().tolist()
-    known = {
+    by_block = {
         "counts": counts,
         "starts": np.cumsum([0, *counts]).tolist(),
         "rows": np.cumsum([0, *array.chunks[0]]).tolist(),
     }
     along = (tuple(counts),)
-    values = part("values", along, array.dtype, **known)
+    values = part("values", along, array.dtype, **by_block)
     if layout == "sparse_coo":
         return {
             "values": values,
-            "coords": part("coords", ((array.ndim,), *along), np.int64, **known),
+            "coords": part("coords", ((array.ndim,), *along), np.int64, **by_block),
         }
     first, *others = array.chunks[0]
     return {
         "values": values,
-        "indices": part("indices", along, np.int64, **known),
-        "indptr": part("indptr", ((first + 1, *others),), np.int64, **known),
+        "indices": part("indices", along, np.int64, **by_block),
+        "indptr": part("indptr", ((first + 1, *others),), np.int64, **by_block),
     }
 
 
 def _share(
-    block: Any, *, role: str, tensor: str, known: dict[str, list[int]], block_id: tuple[int, ...]
+    block: Any, *, role: str, tensor: str, by_block: dict[str, list[int]], block_id: tuple[int, ...]
 ) -> Array:
     """Return the share of a block of rows in a part."""
     coords, values = stored_elements(block, tensor)
     if role == "count":
         return np.array([len(values)], np.int64)
     block_row = block_id[-1]
-    if len(values) != known["counts"][block_row]:
+    if len(values) != by_block["counts"][block_row]:
         raise UnsupportedError(
             "it was computed twice, and did not store as many elements both times",
             tensor=tensor,
             hint="Compute it first, or make it reproducible: a random generator needs a seed",
         )
-    first = known["rows"][block_row] if role == "coords" else 0
-    before = known["starts"][block_row]
+    first = by_block["rows"][block_row] if role == "coords" else 0
+    before = by_block["starts"][block_row]
     moved = [coords[0] + first, *coords[1:]]
     return _of_role(role, moved, values, block.shape[0], before, is_first=block_row == 0)
 
