@@ -13,8 +13,8 @@ import xarray as xr
 from xckpt.datasets.stack_records import unstacked_encoding
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import warn
-from xckpt.notebook.documents import View
 from xckpt.notebook.folding import ascending, marked
+from xckpt.notebook.shown import View
 from xckpt.notebook.summary import KnownResults, Summary, TensorFinding
 from xckpt.notebook.views import summary_blocks
 from xckpt.upstream.xarray_variables import data_of

@@ -26,13 +26,13 @@ from xckpt.notebook.documents import (
     Field,
     Heading,
     Sentence,
-    Shown,
     Table,
     more,
     sentence_text,
     severity_of,
 )
 from xckpt.notebook.folding import ascending
+from xckpt.notebook.shown import Shown
 from xckpt.notebook.summary import SEVERITIES, TensorFinding, folded_findings
 from xckpt.notebook.views import finding_blocks
 from xckpt.opening.runs import run_metrics

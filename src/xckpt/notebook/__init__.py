@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from xckpt.index import Index, paused_collector, show_indexes_with
 
 if TYPE_CHECKING:
-    from xckpt.notebook.documents import View
+    from xckpt.notebook.shown import View
 
 __all__ = ["view_of_index"]
 
 
 def view_of_index(index: Index) -> View:
     """Return the summary of an Index."""
-    from xckpt.notebook.documents import View
+    from xckpt.notebook.shown import View
     from xckpt.notebook.summary import index_summary
     from xckpt.notebook.views import summary_blocks
 

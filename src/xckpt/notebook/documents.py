@@ -135,38 +135,6 @@ class Picture(NamedTuple):
 Block: TypeAlias = Heading | Sentence | Table | Bar | Folded | Picture
 
 
-# --- objects that show themselves -----------------------------------------------------------------
-
-
-class Shown:
-    """Base class of objects that show themselves as blocks, in a notebook and a terminal."""
-
-    __slots__ = ()
-
-    def _blocks(self) -> list[Block]:
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        from xckpt.notebook.text import to_text
-
-        return to_text(self._blocks())
-
-    def _repr_html_(self) -> str:
-        from xckpt.notebook.html import to_html
-
-        return to_html(self._blocks())
-
-
-class View(Shown):
-    """Blocks that show themselves."""
-
-    def __init__(self, blocks: list[Block]) -> None:
-        self._shown = blocks
-
-    def _blocks(self) -> list[Block]:
-        return self._shown
-
-
 # --- texts of all renderings ---------------------------------------------------------------------
 
 _FORMATS: dict[str, Callable[[Any], str]] = {"count": "{:,}".format, "size": binary_size}

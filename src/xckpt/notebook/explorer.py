@@ -30,9 +30,9 @@ import traitlets
 
 from xckpt.errors import shown
 from xckpt.formatting import UNKNOWN, binary_size, printable, shape_text, shortened, word
-from xckpt.notebook.documents import View
 from xckpt.notebook.folding import CODES
 from xckpt.notebook.html import colors_of
+from xckpt.notebook.shown import View
 from xckpt.notebook.views import summary_blocks
 
 if TYPE_CHECKING:

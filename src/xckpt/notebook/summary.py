@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from xckpt.errors import shown, some
 from xckpt.formatting import base_name, binary_size, counted, shape_text, word
 from xckpt.index import paused_collector
-from xckpt.notebook.documents import Block, Field, Sentence, Shown, Table
+from xckpt.notebook.documents import Block, Field, Sentence, Table
 from xckpt.notebook.folding import (
     Family,
     Pattern,
@@ -27,6 +27,7 @@ from xckpt.notebook.folding import (
     united,
 )
 from xckpt.notebook.footprint import Footprint, GroupTotal, components_of, sums_by, weigh
+from xckpt.notebook.shown import Shown
 from xckpt.structure import OF_TRAINING, Structure, structure_of
 from xckpt.structure.declared import facts_of
 from xckpt.structure.description import ModelDescription, describe_model

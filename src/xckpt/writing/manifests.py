@@ -41,7 +41,8 @@ from xckpt.errors import (
 from xckpt.formatting import counted
 from xckpt.index import Index, paused_collector
 from xckpt.labels.filters import combined, select, select_or_raise
-from xckpt.notebook.documents import Block, Heading, Shown
+from xckpt.notebook.documents import Block, Heading
+from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
 from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress

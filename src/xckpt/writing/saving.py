@@ -24,7 +24,8 @@ from xckpt.formatting import binary_size, counted
 from xckpt.index import Index, Tensor, paused_collector
 from xckpt.labels.filters import combined, select_or_raise
 from xckpt.labels.renaming import Renaming, edited_attrs, new_names
-from xckpt.notebook.documents import Block, Heading, Sentence, Shown
+from xckpt.notebook.documents import Block, Heading, Sentence
+from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
 from xckpt.options import RENAMING, takes
 from xckpt.storage.local import LocalSource, OpenFile

@@ -33,7 +33,8 @@ from xckpt.errors import (
 from xckpt.formatting import counted
 from xckpt.index import CodeFinding, Index, Part, Tensor, code_findings
 from xckpt.labels.filters import combined, select_or_raise
-from xckpt.notebook.documents import Block, Heading, Sentence, Shown, more
+from xckpt.notebook.documents import Block, Heading, Sentence, more
+from xckpt.notebook.shown import Shown
 from xckpt.opening import open_index
 from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress
