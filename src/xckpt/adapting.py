@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from xckpt.scan.entries import Describable
     from xckpt.typing import Array
 
-__all__ = ["extract_adapter", "resize_adapter"]
-
 #: Highest rank if only the energy is stated.
 HIGHEST = 256
 _MODEL, _CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any, Self, TypeVar
 
-__all__ = ["Address", "hidden", "hiding", "real"]
-
 T = TypeVar("T")
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"<>]+")

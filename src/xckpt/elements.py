@@ -17,23 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "BLOCK_TYPES",
-    "ELEMENT_TYPES",
-    "NUMPY_CODES",
-    "WIDE_FLOATS",
-    "BlockCodes",
-    "BlockType",
-    "ElementType",
-    "FloatFormat",
-    "code_values",
-    "decoded_dtype",
-    "element_type_of",
-    "nbytes_of",
-    "stored_dtype",
-]
-
-
 # --- elements -------------------------------------------------------------------------------------
 
 

@@ -21,8 +21,6 @@ from itertools import count
 from operator import index
 from threading import Lock
 
-__all__ = ["base_id", "base_id_text", "next_namespace", "param_key", "stable_id"]
-
 _NBYTES = 16
 _HEX_ID = re.compile(r"[0-9a-f]{32}", re.IGNORECASE)
 _PARAM_KEY = b"gpt-rs:param-key:v1"

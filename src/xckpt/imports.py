@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import FrameType, ModuleType
 
-__all__ = ["LazyModule", "after_import", "watch_imports"]
-
 _PACKAGE = __name__.partition(".")[0]
 _SYSTEM = "<frozen importlib"
 # Packages whose code between imports can be interrupted and run again.

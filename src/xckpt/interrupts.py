@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["begin_import", "deliver", "end_import", "forget", "is_pending", "uninterrupted"]
-
 # Seconds until a deferred signal is announced.
 _PATIENCE = 1.0
 _MESSAGE = "stopping after this step; press Ctrl-C again to stop at once"

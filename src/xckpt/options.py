@@ -35,26 +35,6 @@ if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
 
-__all__ = [
-    "OF_FRAMES",
-    "RENAMING",
-    "Forwarded",
-    "OpenKeywords",
-    "ScanOptions",
-    "SelectOptions",
-    "Selecting",
-    "StepKeywords",
-    "TableOptions",
-    "TransferOptions",
-    "described",
-    "option_meant",
-    "renamed",
-    "suggest_option",
-    "takes",
-    "text_of",
-    "texts_of_options",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T_co = TypeVar("T_co", covariant=True)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     ProgressOption = bool | Callable[[int, int], object] | None
 
-__all__ = ["Progress", "report"]
-
 # Shorter operations need no bar, unless the user requests one.
 _DELAY_SECONDS = 0.5
 

@@ -7,8 +7,6 @@ from importlib import import_module
 
 from xckpt.imports import after_import
 
-__all__ = ["is_extension_declined", "register_accessor", "register_formatter"]
-
 #: True after ``%unload_ext xckpt``: opening a file then does not load the extension again.
 is_extension_declined = False
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-__all__ = ["main", "write_checkpoint"]
-
 _VOCABULARY_PER_WIDTH = 16
 _HEADS_PER_KEY_HEAD = 4
 _INIT_STD = 0.02

@@ -14,8 +14,6 @@ from xckpt.formatting import UNKNOWN
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["TIED", "Row", "StackedNames", "storage_words", "tied"]
-
 #: The storage of a tensor whose bytes belong to another one.
 TIED = "tied"
 _LAYOUTS = {

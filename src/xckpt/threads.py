@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-__all__ = ["Threads", "complete"]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 

@@ -46,8 +46,6 @@ else:
     comparison = LazyModule("xckpt.comparison")
     conversion = LazyModule("xckpt.writing.plain")
 
-__all__ = ["CheckpointAccessor"]
-
 _RESULT = "ds.ckpt.table() is a DataFrame with one row for each tensor"
 _MOST_TRIED = 8
 # Names that people try, by the attribute that does the work.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from xckpt.notebook.summary import ModuleTree, TensorFinding
     from xckpt.typing import Dataset
 
-__all__ = ["adapters", "modules", "structure", "summary", "tree", "updates"]
-
 
 def selected(
     obj: Any, tensors: TensorFilter | None = None, **options: Unpack[SelectOptions]

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.typing import Array
 
-__all__ = ["compute", "explore", "histogram"]
-
 _BINS = 80
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from xckpt.notebook.summary import Summary
     from xckpt.structure import Structure
 
-__all__ = ["describe", "document_kind", "relate", "written"]
-
 _SUFFIXES = {
     **dict.fromkeys((".html", ".htm"), "html"),
     **dict.fromkeys((".md", ".markdown"), "markdown"),

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from xckpt.scan.entries import Describable
     from xckpt.typing import DataArray
 
-__all__ = ["by_base_id", "find", "isel", "merge", "sel", "stack", "unstack"]
-
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
 

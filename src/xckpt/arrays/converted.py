@@ -41,27 +41,6 @@ if TYPE_CHECKING:
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
-__all__ = [
-    "BLOCK_NBYTES",
-    "ByteStream",
-    "Cast",
-    "Converted",
-    "StoredBytes",
-    "as_bytes",
-    "bytes_of",
-    "cast_block",
-    "count_lost",
-    "count_nonfinite",
-    "densified",
-    "element_type",
-    "excess_zeros",
-    "holds",
-    "is_sparse",
-    "packed_codes",
-    "rows_of_chunks",
-    "thread_buffer",
-]
-
 Cast = Literal["exact", "allow", "never"]
 
 #: Size of the blocks of a stream of bytes, and of its cuts: large enough for disks, small enough

@@ -30,8 +30,6 @@ from xckpt.errors import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-__all__ = ["commands", "main"]
-
 _INTERRUPTED = 130
 _UNREAD = 141  # the status of a process that SIGPIPE ended
 

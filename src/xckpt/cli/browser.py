@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     Report = Callable[[int, int], object]
 
-__all__ = ["Browser", "Pages"]
-
 _MOST_FOUND = 500
 _MOST_ROWS = 200  # of a module
 _MOST_BINS = 24

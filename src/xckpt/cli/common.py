@@ -30,24 +30,6 @@ if TYPE_CHECKING:
     from xckpt.notebook.documents import Block
     from xckpt.storage import Source
 
-__all__ = [
-    "DAMAGED",
-    "FAILED",
-    "FileInput",
-    "TableInput",
-    "calls_for_action",
-    "complain",
-    "json_rows",
-    "json_text",
-    "one_line",
-    "print_blocks",
-    "print_document",
-    "print_text",
-    "renaming",
-    "require_rules",
-    "usage_errors",
-]
-
 #: Exit statuses.
 DAMAGED, FAILED = 1, 2
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from xckpt.writing.saving import Conversion
     from xckpt.writing.verifying import Report
 
-__all__ = ["browse", "convert", "footprint", "info", "manifest", "steps", "verify"]
-
 # --- info ----------------------------------------------------------------------------------------
 
 

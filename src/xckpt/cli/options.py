@@ -22,8 +22,6 @@ from xckpt.options import option_meant, text_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["command", "pairs", "split_dims"]
-
 _REPEATED = "May be repeated."
 _REDIRECTED = "it prints to the standard output, which > PATH writes to a file"
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from xckpt.cli.common import TableInput
     from xckpt.datasets.tensors import OpenTensors
 
-__all__ = ["compare", "extract", "report", "spectrum", "stats"]
-
 _STATISTICS = ("dtype", "shape", "mean", "std", "min", "max", "nan", "inf", "zero")
 #: Columns that a narrow terminal shows rather than others.
 _MAIN_STATISTICS, _MAIN_MEASURES = ("mean", "std", "nan", "inf"), ("status", "rel_l2")

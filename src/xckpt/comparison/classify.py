@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from xckpt.structure.families import Place
     from xckpt.structure.model import Structure
 
-__all__ = ["TURNED_SLOTS", "Places", "doubt"]
-
 #: Slots that rotary embeddings turn, with the axes of their heads.
 TURNED_SLOTS = {"attention.query": "head", "attention.key": "head_kv"}
 _ROTARY_ROLES = frozenset({"query", "key"})

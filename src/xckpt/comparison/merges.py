@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = ["AdaptedRows", "Merges", "adapted_rows", "open_merges"]
-
 _BLOCK_NBYTES = 8 << 20
 # Roundings of float32 in a product beyond one for each term: the scale and the sum.
 _MORE_ROUNDINGS = 4

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from xckpt.statistics.definitions import Groups
     from xckpt.typing import Array, Dataset
 
-__all__ = ["by"]
-
 # Measures that need the sums of the pairs.
 _OF_SUMS = ("rmse", "rel_l2", "cosine", "sqnr_db", "nmse")
 # Statistics of each pair from which the measures of several pairs follow, besides the sums.

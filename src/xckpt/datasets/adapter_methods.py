@@ -21,18 +21,6 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = [
-    "FLAT_PREFIX",
-    "FORMULAS",
-    "LORA",
-    "Formula",
-    "Method",
-    "Scale",
-    "method_of_config",
-    "method_of_name",
-    "problem_of_options",
-]
-
 #: Beginning of the names of kohya and LyCORIS, which have underscores instead of dots.
 FLAT_PREFIX = re.compile(r"(lora_(unet|te[0-9]*|transformer|prior_unet|prior_te)|lycoris)_")
 

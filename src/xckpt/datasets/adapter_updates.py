@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.typing import Array
 
-__all__ = [
-    "Factors", "adapter_table", "factors_in", "factors_of", "matrices_of", "update_dataset",
-    "update_rows",
-]  # fmt: skip
-
-
 _NOT_ADDED = {
     "ia3": "(IA)³ multiplies the weights, and adds nothing",
     "rows": "trained rows replace those of the base model, and are not added",

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from xckpt.structure.counterparts import Counterpart
 
-__all__ = ["factor_changes", "merge", "unrounded"]
-
 _SCALED = (
     "updates of an adapter are multiplied by {:g}, as arithmetic applies to each of their factors "
     "(base.ckpt.merge(adapter, scale=...) scales an update; "

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray, Opened, Origin
     from xckpt.datasets.tensors import OpenTensors
 
-__all__ = ["Loss", "SourceShapes", "losses"]
-
 # Beginning of the names of layers of arrays in memory, as dask names them.
 _IN_MEMORY = "array-"
 

@@ -15,8 +15,6 @@ from xckpt.index import Index, paused_collector, show_indexes_with
 if TYPE_CHECKING:
     from xckpt.notebook.shown import View
 
-__all__ = ["view_of_index"]
-
 
 def view_of_index(index: Index) -> View:
     """Return the summary of an Index."""

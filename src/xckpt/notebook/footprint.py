@@ -23,17 +23,6 @@ if TYPE_CHECKING:
 
     from xckpt.structure.caches import ModelCache
 
-__all__ = [
-    "PRECISIONS",
-    "Footprint",
-    "GroupTotal",
-    "Memory",
-    "footprint_blocks",
-    "footprint_dataset",
-    "footprint_of",
-    "weigh",
-]
-
 #: Bytes of 32 parameters in each precision. ``int8`` and ``int4`` are Q8_0 and Q4_0 of GGUF: 32
 #: codes with one scale in float16, so 8.5 and 4.5 bits for each parameter.
 PRECISIONS = {"float32": 128, "bfloat16": 64, "int8": 34, "int4": 18}

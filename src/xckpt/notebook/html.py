@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from xckpt.notebook.documents import Block, Cell, Field
 
-__all__ = ["PALETTE", "colors_of", "to_html", "to_page"]
-
 #: Colours of element types, with a contrast of at least 3:1 to white and to ``#111``. The last is
 #: for all further types.
 PALETTE = ("#2f81d6", "#d9731a", "#14958a", "#9a6bd6", "#c4528c", "#788794")

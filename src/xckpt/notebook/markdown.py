@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from xckpt.notebook.documents import Block, Cell, Field
 
-__all__ = ["to_markdown"]
-
 _ESCAPES = str.maketrans({character: f"\\{character}" for character in r"\`*_{}[]<>|~$&#@!"})
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from xckpt.notebook.summary import Summary
     from xckpt.structure.description import ModelDescription
 
-__all__ = ["model_document", "model_text"]
-
 _WIDEST_NAME, _WIDEST_DETAIL = 64, 40
 _MOST_COMPONENTS = 6
 # Classes of Keras that many models have.

@@ -11,8 +11,6 @@ from xckpt.structure.numbering import parse_name, split_name, strip_separator
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["apart", "short_names"]
-
 _WIDTH = 49
 
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from xckpt.notebook.documents import Block
 
-__all__ = ["Shown", "View"]
-
 
 class Shown:
     """Base class of objects that show themselves as blocks."""

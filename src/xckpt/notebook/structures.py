@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-__all__ = ["evidence_table", "structure_blocks", "structure_table"]
-
 _SOURCES = {
     "user": "you",
     "file": "the file",

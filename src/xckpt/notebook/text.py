@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from xckpt.notebook.documents import Block, Cell, Field
 
-__all__ = ["BREAK", "UNLIMITED", "to_text"]
-
 #: The width of a line that no terminal breaks.
 UNLIMITED = 1 << 20
 _INDENT = _GAP = "  "

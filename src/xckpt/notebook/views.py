@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from xckpt.notebook.footprint import GroupTotal
     from xckpt.notebook.summary import FoldedFinding, Summary
 
-__all__ = ["IN_MEMORY", "MOST_PATTERNS", "finding_blocks", "summary_blocks"]
-
 #: Title of a summary of tensors that are in no file.
 IN_MEMORY = "in memory"
 #: Number of patterns that a summary lists.

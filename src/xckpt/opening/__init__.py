@@ -56,16 +56,6 @@ if TYPE_CHECKING:
     Missing = Literal["warn", "raise", "ignore"]
     OpenPath = str | os.PathLike[str] | bytes | BinaryIO | Sequence[str | os.PathLike[str]]
 
-__all__ = [
-    "check_filters",
-    "format_of",
-    "is_format",
-    "open_each",
-    "open_index",
-    "open_with",
-    "read_index",
-]
-
 
 def _module_axes(format: str) -> ModuleAxes | None:
     """Return the method of a format that names axes within modules; None if it names none."""

@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-__all__ = ["CheckpointFile", "CheckpointFiles"]
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
     """A file of a checkpoint.

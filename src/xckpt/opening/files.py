@@ -52,18 +52,6 @@ if TYPE_CHECKING:
 
     Place = Location | Source
 
-__all__ = [
-    "SeveralFilesError",
-    "are_ranks",
-    "file_name",
-    "files_of",
-    "has_checkpoint",
-    "indexed",
-    "listed_as",
-    "set_of",
-    "unfinished_in",
-]
-
 # Names of parts that are looked for because the names of others imply them.
 _MOST_PARTS = 64
 # Files with the name, or the number, of the newest step: DeepSpeed, Megatron-LM.

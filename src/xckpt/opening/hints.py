@@ -19,8 +19,6 @@ from xckpt.storage import Location, is_remote
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["advising", "is_run"]
-
 # Old names of repositories on the Hub without an organisation, and their current names.
 _MOVED = {
     r"gpt2(-medium|-large|-xl)?|openai-gpt": "openai-community",

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from xckpt.opening.checkpoint import CheckpointFiles
     from xckpt.storage import Source
 
-__all__ = ["OpenFile", "labelled_attrs", "merge"]
-
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:

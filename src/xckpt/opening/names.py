@@ -14,28 +14,6 @@ from xckpt.formatting import natural_key
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "DOWNLOADS",
-    "INDEX_SUFFIX",
-    "IN_PLACE",
-    "PartName",
-    "RankName",
-    "form_of",
-    "is_called_like_one",
-    "is_chunked",
-    "is_companion",
-    "is_index",
-    "is_unfinished",
-    "numbers_of",
-    "part_of",
-    "preference",
-    "preferred",
-    "rank_of",
-    "single_of",
-    "step_in",
-    "steps_of",
-]
-
 #: Suffix of an index of shards that is written.
 INDEX_SUFFIX = ".index.json"
 # model.safetensors.index.json, model.safetensors.index.fp16.json: transformers, diffusers.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     JoinRanks = bool | Literal["auto"]
 
-__all__ = ["join_ranks", "look_for_others"]
-
 _SIDE_BY_SIDE = "the files are ranks of one model, opened side by side: "
 # Files with the sizes of a model: of Llama, of transformers.
 _CONFIGS = ("params.json", "config.json")

@@ -26,22 +26,6 @@ if TYPE_CHECKING:
 
     Place = Location | Source
 
-__all__ = [
-    "CONFIGS",
-    "ShardIndex",
-    "adapter_in",
-    "attrs_with_config",
-    "configs_beside",
-    "names_in",
-    "open_place",
-    "parsed",
-    "read_config",
-    "read_file",
-    "read_shard_index",
-    "read_sibling",
-    "read_small",
-]
-
 _LARGEST_INDEX = 256 << 20
 _LARGEST_CONFIG = 16 << 20
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from xckpt.index import Index, Tensor
     from xckpt.storage import Source
 
-__all__ = ["references"]
-
 # Kinds of numpy's types that zarr supports: booleans, integers, floats, complex numbers.
 _KINDS = frozenset("biufc")
 # Names in a message.

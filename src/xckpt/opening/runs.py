@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     _Form = tuple[tuple[str, ...], bool]
 
-__all__ = ["Run", "run_in"]
-
 # Folders that are listed in parallel.
 _CONCURRENCY = 16
 # Burn writes model-5, optim-5 and scheduler-5 after the fifth epoch.

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from xckpt.typing import Dataset
 
-__all__ = ["open_steps"]
-
 # Files whose headers are read in parallel.
 _CONCURRENCY = 16
 # Names in a message.

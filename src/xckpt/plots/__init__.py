@@ -21,8 +21,6 @@ from xckpt.plots.treemap import draw_treemap
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["Plots"]
-
 # The pictures, with the names that people try for them.
 _PICTURES = {
     "layers": "line lines depth trend",

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     # Weights that are left as stored: by the rule that they break, the names and errors.
     Failures = dict[str, list[tuple[str, LayoutError]]]
 
-__all__ = ["assemble_weights", "may_be_quantized", "with_counts"]
-
 # Element types of codes, which other tensors of models rarely have.
 _CODE_TYPES = frozenset(
     {"int8", "uint8", "int16", "int32", "uint32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"}

@@ -33,16 +33,6 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = [
-    "ConfigFit",
-    "check_config",
-    "check_kinds",
-    "check_labels",
-    "fit_config",
-    "fit_quantization",
-    "tokens_without_row",
-]
-
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
 _NO_LAYERS = (

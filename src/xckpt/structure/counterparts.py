@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     Position = tuple[tuple[str, int], ...]
 
-__all__ = ["PIPELINE_PARTS", "Counterpart", "Counterparts", "Requested", "part_of_pipeline"]
-
 #: Parts of a pipeline, whose models have names in common, by words for them.
 PIPELINE_PARTS = {
     **dict.fromkeys(("unet", "diffusion_model", "transformer", "prior_unet"), "unet"),

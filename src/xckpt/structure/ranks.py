@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = ["SHARED_ATTRS", "Division", "Layout", "stage_names"]
-
 #: Attributes that have one value on all ranks of a checkpoint of Megatron-LM.
 SHARED_ATTRS = (
     "iteration", "checkpoint_version", "args.num_layers", "args.hidden_size",

@@ -32,7 +32,5 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["IS_PLAIN"]
-
 #: Whether only public alternatives are used.
 IS_PLAIN = os.environ.get("XCKPT_PLAIN", "0") not in {"", "0"}

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from xckpt.writing.fitting import Changes
     from xckpt.writing.targets import Target
 
-__all__ = ["Companions", "Origin", "companions_of", "fit_attributes", "origin_of"]
-
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _TOKENIZER = "tokenizer.json"
 # Files of transformers that describe a model: its tokenizer, and what holds if the config does.

@@ -57,16 +57,6 @@ if TYPE_CHECKING:
     from xckpt.storage.prefetch import Range
     from xckpt.writing.gathering import Computed
 
-__all__ = [
-    "KINDS",
-    "TensorContent",
-    "TensorDigest",
-    "contents_of",
-    "digest",
-    "side_by_side",
-    "stored_contents",
-]
-
 KINDS = ("elements", "decoded", "nonzero")
 
 # Largest dense tensor; a few bytes can claim any size.

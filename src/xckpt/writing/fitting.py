@@ -40,16 +40,6 @@ if TYPE_CHECKING:
     from xckpt.formats import Can, Format
     from xckpt.index import Part
 
-__all__ = [
-    "OF_FILE",
-    "OF_TENSORS",
-    "TENSOR_OPTIONS",
-    "Changes",
-    "Fitting",
-    "Requests",
-    "choose_type",
-]
-
 _SHOWN_NAMES = 5
 #: Changes of attributes.
 OF_FILE = "attributes of the file without a place"

@@ -50,16 +50,6 @@ if TYPE_CHECKING:
     from xckpt.arrays import LazyArray
     from xckpt.writing.fitting import Changes, Fitting
 
-__all__ = [
-    "Computed",
-    "array_of",
-    "gather",
-    "listed",
-    "note_losses",
-    "opened_as",
-    "unmodified_array",
-]
-
 _WIDENED = (
     "float64, though no source is, as with factors that are numpy scalars or vectors of float64; "
     "float(factor), weights.astype('float32') or dtype='float32' with cast='allow' avoids it"

@@ -63,8 +63,6 @@ if TYPE_CHECKING:
     from xckpt.writing.fitting import Fitting
     from xckpt.writing.targets import Target
 
-__all__ = ["WriteJob", "plan_job"]
-
 # Runs shorter than this, in bytes, are written through a memory map instead of by system calls.
 _SHORTEST_RUN = 1 << 12
 _OTHER_SHARDS = (

@@ -68,8 +68,6 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.writing.contents import TensorContent
 
-__all__ = ["Manifest", "differences", "manifest", "manifest_of"]
-
 _FORMAT, _VERSION = "xckpt-manifest", 1
 # 100,000 tensors take 20 MB.
 _LARGEST_NBYTES = 1 << 30

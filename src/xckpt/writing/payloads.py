@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from xckpt.arrays import LazyArray
     from xckpt.storage import Source
 
-__all__ = [
-    "Gathered",
-    "Payload",
-    "Unchanged",
-    "lazy_dask_array",
-    "replacements",
-    "source_files",
-    "stored_payload",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Payload(WantedTensor):

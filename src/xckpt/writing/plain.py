@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     # Datasets and the names of the nodes below them, by path.
     _Nodes = dict[str, tuple[xr.Dataset, tuple[str, ...]]]
 
-__all__ = ["plain"]
-
 _INTEGERS = tuple([f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)])
 # Element types that both netCDF and zarr support, except booleans.
 _NUMBERS = ("float64", "float32", *_INTEGERS)

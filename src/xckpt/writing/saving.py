@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any]
 
-__all__ = ["Conversion", "Recast", "append", "convert", "save"]
-
 
 @takes()
 def save(

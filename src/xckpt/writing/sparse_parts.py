@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
     from xckpt.typing import Array
 
-__all__ = ["canonical_parts", "sparse_parts", "stored_elements"]
-
 # Element type of indices; formats convert it to their own.
 _INDEX = "int64"
 

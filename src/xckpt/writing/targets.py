@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from xckpt.storage.sink import Sink
 
-__all__ = ["Target", "made_folder", "new_target", "writer_of"]
-
 # Format of the file in a folder, unless the caller names one.
 _FOLDER_FORMAT = "safetensors"
 # Options that all formats have.

@@ -61,8 +61,6 @@ if TYPE_CHECKING:
 
     _Hashed = Sequence[tuple[TensorContent, TensorDigest]]
 
-__all__ = ["Finding", "Report", "verify"]
-
 _SHOWN_FINDINGS = 20
 # Rule of findings about missing contents.
 _EMPTY = "Empty"

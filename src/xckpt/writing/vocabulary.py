@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from xckpt.structure.model import Structure
     from xckpt.typing import Array
 
-__all__ = ["are_rows_moved", "is_computed_from", "moved_routers"]
-
 _TABLES = frozenset({"token_embedding", "output"})
 _ROWS = "vocab"
 _EXPERT = "expert"

@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     #: The result is None if they do not lead to the shape of the second tensor.
     Verify = Callable[[Sequence[tuple[int, tuple[Step, ...]]]], Sequence[bool | None]]
 
-__all__ = [
-    "claimed_twice",
-    "turned_alone",
-    "unlike_few_siblings",
-    "unlike_module",
-    "unlike_norms",
-    "unlike_siblings",
-]
-
 # The least number of siblings that show how a tensor should have been changed.
 _FEWEST_SIBLINGS = 4
 # Numbers in names, which siblings do not have in common.

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     #: Compares pairs of tensors, and returns their measures.
     Compare = Callable[[Sequence[Zip | ChunkedZip]], Sequence[Mapping[str, float]]]
 
-__all__ = ["ALIGNED", "Explanations", "Joint", "JointPart", "Work", "tensors_by_content"]
-
 Explanations = dict[int, Explanation]
 
 #: Correlation from which on elements are in the same places, so that the search stops.
