@@ -126,6 +126,23 @@ class TestSingularValues:
         assert (above_floor == (expected > FLOOR)).all()
         np.testing.assert_allclose(result[above_floor], expected[above_floor], rtol=1e-6)
 
+    @pytest.mark.parametrize("dtype", ["float32", "complex64"])
+    def test_a_value_that_rounding_hides_needs_no_eigenvectors_of_all(
+        self, dtype: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        eigh, size = np.linalg.eigh, 1100  # several panels of columns
+
+        def of_few(matrix: Any) -> Any:
+            assert len(matrix) < size / 8
+            return eigh(matrix)
+
+        monkeypatch.setattr(np.linalg, "eigh", of_few)
+        array = complex_or_real(np.random.default_rng(3).standard_normal((2, size, size)), dtype)
+        array[0] = array[1] + 1e-4 * array[0]
+        values = xckpt.spectrum(xr.DataArray(array), values=True, progress=False)["data"].values
+        expected = np.linalg.svd(wide(array), compute_uv=False)
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
+
     @pytest.mark.parametrize("order", "CF")
     def test_matrices_that_are_read_in_blocks(self, order: Any, tmp_path: Path) -> None:
         array = np.asarray(of_condition(220_000, 20, 1e7, RNG), "float32", order=order)

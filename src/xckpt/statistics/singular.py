@@ -112,13 +112,13 @@ def singular_values(blocks: Callable[[], Iterable[Array]], threads: int = 1) -> 
 def _hidden_directions(gram: Array, largest: float, count: int) -> Array:
     """Return the eigenvectors of the smallest eigenvalues, which are below the hidden share."""
     # Inverse iteration takes a fraction of the time that all eigenvectors do. With a smaller shift,
-    # the inverse would be too inexact for vectors as good as those of LAPACK.
+    # solutions would be too inexact for vectors as good as those of LAPACK.
     size, width = len(gram), 2 * count + _MORE_DIRECTIONS
     if _WORTH_ITERATING * width <= size:
-        inverse = np.linalg.inv(gram + _HIDDEN / 8 * largest * np.eye(size))
+        shifted = gram + _HIDDEN / 8 * largest * np.eye(size)
         vectors = np.random.default_rng(0).standard_normal((size, width))
         for _ in range(_MOST_ITERATIONS):
-            basis = np.linalg.qr(inverse @ vectors)[0]
+            basis = np.linalg.qr(np.linalg.solve(shifted, vectors))[0]
             squares, turned = np.linalg.eigh(basis.conj().T @ gram @ basis)
             vectors = basis @ turned
             hidden: Array = vectors[:, :count]
@@ -336,7 +336,7 @@ def factors_of_product(
 def _gram(
     blocks: Callable[[], Iterable[Array]], scale: float, threads: int, basis: Array | None = None
 ) -> Array:
-    """Return the sum of the outer products of the rows; only the lower triangle is valid."""
+    """Return the sum of the outer products of the rows."""
     total: Array | None = None
     with Threads(threads, "xckpt-products") as pool:
         for block in blocks():
@@ -354,11 +354,14 @@ def _gram(
                 future.result()
             for first in firsts if threads == 1 else ():
                 add(first)
-    return np.zeros((0, 0)) if total is None else total
+    if total is None:
+        return np.zeros((0, 0))
+    lower = np.tril(total, -1)
+    return np.tril(total) + lower.conj().T
 
 
 def _add_products(total: Array, rows: Array, first: int) -> None:
-    """Add the products of some columns with these and all later ones."""
+    """Add the products of some columns with these and all later ones, the lower triangle."""
     panel = rows[:, first : first + _PANEL]
     with np.errstate(over="ignore", invalid="ignore"):
         target = total[first:, first : first + _PANEL]
