@@ -31,7 +31,7 @@ LIMITS = {
     "Burnpack: ": "formats.burnpack.cbor._LONGEST_KEY",
     "Flax: ": "formats.flax._DEEPEST formats.flax._MOST_NAMES formats.flax._MOST_ATTRS",
     "GGUF: ": "formats.gguf.metadata.DEEPEST formats.gguf._MOST_NESTED",
-    "gpt.rs: ": "formats.gptrs.LARGEST_CONFIG formats.gptrs._DEEPEST",
+    "gpt.rs: ": "formats.gptrs._LARGEST_CONFIG formats.gptrs._DEEPEST",
     "MLCP: ": "formats.mlcp._LARGEST_JSON formats.mlcp.metadata._DEEPEST"
     " formats.mlcp.records._MOST_SHARDS",
     "ONNX: graphs": "formats.onnx._DEEPEST formats.onnx._MOST_NAMES"

@@ -98,26 +98,25 @@ class Gptrs(Format):
         if version not in {1, 2}:
             reason = f"version {version} is unknown; 1 and 2 are supported"
             raise UnsupportedError(reason, offset=8, rule="Version")
-        config = None
-        if magic == _CHECKPOINT:
+        attrs: dict[str, Any] = {}
+        notes = kit.Notes()
+        has_config = magic == _CHECKPOINT
+        if has_config:
             length, start = cursor.number(_U32, "length of the config"), cursor.at
-            if LARGEST_CONFIG < length <= cursor.left:
-                reason = f"the config has {length} bytes, more than {LARGEST_CONFIG}"
+            if _LARGEST_CONFIG < length <= cursor.left:
+                reason = f"the config has {length} bytes, more than {_LARGEST_CONFIG}"
                 raise FormatError(reason, offset=start, rule="ConfigLength")
-            config = parse_config(cursor.take(length, "the config"), start)
+            attrs = _parse_config(cursor.take(length, "the config"), start, notes)
         if version == 1:
-            collected, dialect = _Collected(cursor.at, source.size, config), "1"
+            collected, dialect = _Collected(cursor.at, source.size, has_config=has_config), "1"
             collected.add(_entries(cursor, _U32, ids=False, by_rank=_INLINE))
         else:
-            collected, dialect = _indexed(cursor, source.size, config)
-        attrs = {} if config is None else dict(config.attrs)
+            collected, dialect = _indexed(cursor, source.size, has_config=has_config)
+        collected.note(notes)
         tensors = kit.with_dims(collected.tensors, attrs.pop(kit.DIMS_KEY, None))
-        if config is not None and collected.has_ids:
+        if collected.has_ids:
             attrs["ids"] = "stored"
-        warnings = (*(config.warnings if config else ()), *collected.warnings())
-        return Index(
-            self.name, dialect, tensors, attrs, source.name, source.size, warnings=warnings
-        )
+        return kit.index_of(self.name, source, tensors, attrs, notes=notes, version=dialect)
 
     def plan(
         self,
@@ -219,23 +218,22 @@ class _Entry(NamedTuple):
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _indexed(cursor: kit.Cursor, size: int, config: ModelConfig | None) -> tuple[_Collected, str]:
+def _indexed(cursor: kit.Cursor, size: int, *, has_config: bool) -> tuple[_Collected, str]:
     """Read an index in the newer encoding, or else in that of bincode; the file states neither."""
     length = cursor.number(_U32, "length of the index")
     start = cursor.at
     cursor.enter(length, "the index")
-    ids = config is not None
-    collected = _Collected(start + length, size, config)
+    collected = _Collected(start + length, size, has_config=has_config)
     try:
-        collected.add(_entries(cursor, _U32, ids=ids))
+        collected.add(_entries(cursor, _U32, ids=has_config))
     except CheckpointError as error:
         cursor.at = start
         try:
-            entries = list(_entries(cursor, _U64, ids=ids))
+            entries = list(_entries(cursor, _U64, ids=has_config))
         except CheckpointError as older_error:
             # Both fail: the error of the encoding that parsed further is more informative.
             raise max(error, older_error, key=lambda e: e.offset or 0) from None
-        collected = _Collected(start + length, size, config)
+        collected = _Collected(start + length, size, has_config=has_config)
         collected.add(entries)
         return collected, "2-bincode"
     return collected, "2"
@@ -277,10 +275,8 @@ def _entries(
 class _Collected:
     """Checks and collects the tensors of one file, whose data are after `data_start`."""
 
-    def __init__(self, data_start: int, size: int, config: ModelConfig | None) -> None:
-        self._data_start = data_start
-        self._size = size
-        self._has_config = config is not None
+    def __init__(self, data_start: int, size: int, *, has_config: bool) -> None:
+        self._data_start, self._size, self._has_config = data_start, size, has_config
         self._nameless: list[str] = []
         self._ranges: list[tuple[int, int, str]] = []
         self.tensors: dict[str, Tensor] = {}
@@ -331,15 +327,13 @@ class _Collected:
         else:
             attrs["base_id"] = f"{expected:032x}"
 
-    def warnings(self) -> tuple[str, ...]:
-        """Return warnings about names and overlapping data, one text per reason."""
-        notes = kit.Notes()
+    def note(self, notes: kit.Notes) -> None:
+        """Add warnings about names and overlapping data."""
         for name in self._nameless:
             reason = "a name beyond ASCII; it has no base id, and gpt.rs refuses the file"
             notes.add(reason, f"tensor {shown(name)}")
         for start, name, other in kit.find_overlaps(self._ranges, shared=True):
             notes.add("overlapping others", f"tensor {shown(name)} at byte {start}, {shown(other)}")
-        return notes.warnings()
 
 
 def _broken(entry: _Entry, reason: str, rule: str) -> FormatError:
@@ -368,7 +362,7 @@ def _model(draft: Draft, container: str | None, kind: str | None, config: Any) -
     # gpt.rs ignores the names of axes.
     more = {"runtime": attrs.get("runtime"), kit.DIMS_KEY: kit.dims_text(draft.tensors)}
     extras = {key: value for key, value in more.items() if value is not None}
-    return write_config(kind, config, extras)
+    return _config_text(kind, config, extras)
 
 
 def _sized(data: bytes, label: str) -> bytes:
@@ -380,10 +374,7 @@ def _sized(data: bytes, label: str) -> bytes:
 
 # --- configs of models ----------------------------------------------------------------------------
 
-# --- configs --------------------------------------------------------------------------------------
-
-LARGEST_CONFIG = 1 << 26
-
+_LARGEST_CONFIG = 1 << 26
 # The limit of serde_json, which the reference reader uses.
 _DEEPEST = 127
 _COUNTS = 1 << 64
@@ -397,27 +388,17 @@ _STREAMING_COUNTS = (
 )
 
 
-class ModelConfig(NamedTuple):
-    """A parsed config: kind and config of the model, and attributes of the file."""
-
-    kind: str | None
-    config: Any
-    attrs: dict[str, Any]
-    warnings: tuple[str, ...] = ()
-
-
-def parse_config(data: bytes, offset: int) -> ModelConfig:
-    """Parse a config; other JSON gives a warning, because the tensors are readable without it."""
+def _parse_config(data: bytes, offset: int, notes: kit.Notes) -> dict[str, Any]:
+    """Return a config as attributes, with a note if gpt.rs refuses it: the tensors are readable."""
     value = _strict(data, offset)
     if type(value) is dict and type(value.get("kind")) is str:
-        config = value.setdefault("config", None)
-        return ModelConfig(value["kind"], config, value)
+        value.setdefault("config", None)
+        return value
     if _is_gpt_config(value):
-        return ModelConfig("gpt", value, {"kind": "gpt", "config": value})
-    warning = (
-        "the config has no kind of model and is not the bare config of a gpt: gpt.rs refuses it"
-    )
-    return ModelConfig(None, value, {"config": value}, (warning,))
+        return {"kind": "gpt", "config": value}
+    place = "the config has no kind of model and is not the bare config of a gpt"
+    notes.add("gpt.rs refuses it", place)
+    return {"config": value}
 
 
 def _strict(data: bytes, offset: int | None = None) -> Any:
@@ -462,29 +443,25 @@ def _is_policy(value: Any) -> bool:
 _CACHE_SIZE = re.compile(r"cache=\+?0*([0-9]{1,20})")
 
 
-def write_config(kind: str, config: Any, more: Mapping[str, Any]) -> bytes:
+def _config_text(kind: str, config: Any, more: Mapping[str, Any]) -> bytes:
     """Write a config as gpt.rs's exporter does: compact, in ASCII, keys as they are."""
     value = {"kind": kind, "config": config, **more}
     if "runtime" in more and not _is_runtime(more["runtime"]):
         reason = "the attribute runtime is not a runtime config that gpt.rs accepts"
         raise UnsupportedError(reason, rule="ConfigRuntime", hint="Correct it, or remove it")
     try:
-        return _reversible_json(value)
+        data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+        if len(data) > _LARGEST_CONFIG:
+            raise ValueError(f"{len(data)} bytes are more than {_LARGEST_CONFIG}")  # noqa: TRY301
+        # Keys that are numbers become texts, and tuples lists.
+        if _strict(data) != value:
+            raise ValueError("it would read back as a different value")  # noqa: TRY301
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedError(
             f"kind and config cannot be written as JSON: {error}",
             rule="ConfigJson",
             hint="Use dicts with text as keys, lists, texts, finite numbers, booleans and None",
         ) from error
-
-
-def _reversible_json(value: Any) -> bytes:
-    data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
-    if len(data) > LARGEST_CONFIG:
-        raise ValueError(f"{len(data)} bytes are more than {LARGEST_CONFIG}")
-    # Keys that are numbers become texts, and tuples lists.
-    if _strict(data) != value:
-        raise ValueError("it would read back as a different value")
     return data
 
 
