@@ -101,7 +101,7 @@ class Flax(Format):
 
     def read(self, source: Readable) -> Index:
         """Walk the tree, and skip the data of tensors."""
-        if not _TREE.match(source.read(0, min(1, source.size))):
+        if not _TREE.match(kit.first_bytes(source, 1)):
             reason = "the file does not begin with a map or an array"
             raise FormatError(reason, offset=0, rule="Root")
         tree = _Tree(source)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.errors import CheckpointError, shown, some
 from xckpt.formats import archive, kit
-from xckpt.formats.pickles.scanning import COMPRESSED, scan, tar_members
+from xckpt.formats.pickles.scanning import COMPRESSED, scan_file, tar_members
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -188,7 +188,7 @@ def code_of(head: bytes, source: Readable) -> tuple[str, ...]:
     notes = kit.Notes()
     is_named = kit.file_name(source.name).lower().endswith(_PICKLED)
     if is_named or _PICKLES.match(head) is not None or COMPRESSED.match(head) is not None:
-        scan(lambda _: bytes(source.read(0, source.size)), source.size, source.name, notes)
+        scan_file(source, notes)
     return tuple(dict.fromkeys(notes.executes))
 
 
@@ -247,7 +247,7 @@ def _by_members(head: bytes, source: Readable, suffixes: tuple[str, ...]) -> For
     elif head[257:262] == b"ustar":
         kind, names = "a tar archive", [name for name, *_ in tar_members(source)]
     elif head.startswith(b"\x1f\x8b"):
-        data = zlib.decompressobj(31).decompress(source.read(0, min(source.size, _STEP)), _STEP)
+        data = zlib.decompressobj(31).decompress(kit.first_bytes(source, _STEP), _STEP)
         if data[257:262] != b"ustar":
             return None
         kind = "a tar archive, compressed by gzip"

@@ -205,6 +205,11 @@ class Memory:
         return ()
 
 
+def first_bytes(source: Readable, most: int) -> bytes:
+    """Return the first bytes of a file, at most `most`."""
+    return bytes(source.read(0, min(most, source.size)))
+
+
 # --- JSON -----------------------------------------------------------------------------------------
 
 

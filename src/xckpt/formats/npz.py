@@ -105,7 +105,7 @@ class Npz(Format):
 
     def read(self, source: Readable) -> Index:
         """Read the headers of all arrays."""
-        start, notes = bytes(source.read(0, min(8, source.size))), kit.Notes()
+        start, notes = kit.first_bytes(source, 8), kit.Notes()
         if start.startswith((_MAGIC, *_JSON)):
             attrs, at = _preface(source)
             tensors, version = _stream(kit.Cursor(source, at), notes)
@@ -259,7 +259,7 @@ def _tensor(name: str, head: _Head, content: Part) -> Tensor:
 
 def _preface(source: Readable) -> tuple[dict[str, Any], int]:
     """Return the attributes in the JSON before the first array, and the offset of that array."""
-    data = bytes(source.read(0, min(_LONGEST_LINE + len(_MAGIC), source.size)))
+    data = kit.first_bytes(source, _LONGEST_LINE + len(_MAGIC))
     at = data.find(_MAGIC)
     if at == 0:
         return {}, 0

@@ -74,7 +74,7 @@ class Keras(Format):
 
     def read(self, source: Readable) -> Index:
         """Read the groups and the descriptions of datasets; tensors are in natural order."""
-        head = bytes(source.read(0, min(512, source.size)))
+        head = kit.first_bytes(source, 512)
         notes = kit.Notes()
         if head.lstrip()[:1] == b"{":
             return self._sharded(source, notes)

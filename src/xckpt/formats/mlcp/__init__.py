@@ -143,14 +143,14 @@ class Mlcp(Format):
             of the metadata).
         """
         kit.check_option("payload", payload, get_args(Payload))
-        magic = bytes(source.read(0, min(4, source.size)))
+        magic = kit.first_bytes(source, 4)
         if magic == CHECKPOINT_MAGIC:
             listed = _read_checkpoint(source, payload)
         elif magic == SHARD_MAGIC:
             reason = "the file is one shard of a checkpoint, without names and shapes of tensors"
             hint = f"Open {metadata_name(source.name)!r}, or PREFIX.checkpoint, next to it"
             raise UnsupportedError(reason, offset=0, rule="Shard", hint=hint)
-        elif _OBJECT.match(source.read(0, min(64, source.size))):
+        elif _OBJECT.match(kit.first_bytes(source, 64)):
             listed = _read_metadata(source, payload)
         else:
             reason = f"the file begins {magic!r}, expected {CHECKPOINT_MAGIC!r} or metadata in JSON"

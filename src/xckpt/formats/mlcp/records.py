@@ -429,7 +429,7 @@ def _find(source: Readable, names: Sequence[str], shard: ListedShard) -> ShardFi
         # A missing file or permission, an invalid name, or bytes in memory.
         except (OSError, CheckpointError):
             continue
-        magic = bytes(file.read(0, min(4, file.size)))
+        magic = kit.first_bytes(file, 4)
         if magic == CHECKPOINT_MAGIC:
             continue  # a checkpoint in one file, perhaps this one
         if magic != SHARD_MAGIC and not name.lower().endswith(".shard"):

@@ -82,7 +82,7 @@ class Orbax(Format):
 
     def read(self, source: Readable) -> Index:
         """Read the tree and the documents of arrays, in the order of the tree."""
-        head = bytes(source.read(0, min(64, source.size)))
+        head = kit.first_bytes(source, 64)
         if head.lstrip().startswith(b"{") and b'"tree_metadata"' not in head:
             return _Folder(source, "").step(self.name)
         is_old = head[:1] in _MAPS and kit.file_name(source.name) == _OLD_TREE
@@ -148,9 +148,7 @@ class _Folder:
             hint = "If it has others, open the folder of one of them"
             raise FormatError(reason, offset=0, rule="Items", hint=hint)
         indexes = {
-            name: _Folder(self._source, prefix).read(
-                format, bytes(mark.read(0, min(64, mark.size))), mark
-            )
+            name: _Folder(self._source, prefix).read(format, kit.first_bytes(mark, 64), mark)
             for name, (prefix, mark) in marks.items()
         }
         attrs = {key: fields[key] for key in _STATED if fields.get(key) and is_json(fields[key])}

@@ -57,6 +57,11 @@ def scan(read: Callable[[str], bytes], nbytes: int, label: str, notes: kit.Notes
         notes.add(f"code in its pickle cannot be examined: {error.reason}", label)
 
 
+def scan_file(source: Readable, notes: kit.Notes) -> None:
+    """Add the code in the pickles of a whole file to `notes`; see `scan`."""
+    scan(lambda _: bytes(source.read(0, source.size)), source.size, source.name, notes)
+
+
 def tar_members(source: Readable) -> Iterator[tuple[str, int, int]]:
     """Yield name, offset and size of the members of a tar archive; of a part, those in it."""
     at = 0

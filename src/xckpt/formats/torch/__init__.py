@@ -75,15 +75,14 @@ class Torch(Format):
             return self._read(source, notes, all_tensors=all_tensors)
 
     def _read(self, source: Readable, notes: kit.Notes, *, all_tensors: bool) -> Index:
-        if distributed.is_metadata(bytes(source.read(0, min(512, source.size)))):
+        if distributed.is_metadata(kit.first_bytes(source, 512)):
             return distributed.read(self.name, source, notes)
         content = containers.read(source, notes)
         tensors: dict[str, Tensor] = {}
         attrs: dict[str, Any] = {}
         for part, path in ((content, ()), (content.constants, ("constants",))):
             if part is not None and not (path and part.value == ()):
-                maker = Tensors(part.place, notes, part.byteorder, part.base)
-                objects = ObjectWalk(maker, part.nbytes, notes, part.base, all_tensors=all_tensors)
+                objects = ObjectWalk(Tensors(part, notes), all_tensors=all_tensors)
                 objects.walk(part.value, path)
                 tensors |= objects.tensors
                 attrs |= objects.attrs

@@ -28,7 +28,7 @@ from xckpt.errors import CheckpointError, FormatError, TruncatedError, Unsupport
 from xckpt.formats import archive, kit
 from xckpt.formats.pickles.machine import Machine
 from xckpt.formats.pickles.records import Pairs, spelled
-from xckpt.formats.pickles.scanning import LARGEST, scan
+from xckpt.formats.pickles.scanning import LARGEST, scan, scan_file
 from xckpt.formats.torch.tensors import Region, Storage, itemsize_of, storage_of
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ class FileContents(NamedTuple):
 
 def read(source: Readable, notes: kit.Notes) -> FileContents:
     """Read a file of any version."""
-    head = bytes(source.read(0, min(512, source.size)))
+    head = kit.first_bytes(source, 512)
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         try:
             return read_zip(source, notes)
         except CheckpointError:
             # Other programs may read it, or run the code of packages and exported programs.
-            scan(lambda _: bytes(source.read(0, source.size)), source.size, source.name, notes)
+            scan_file(source, notes)
             raise
     if is_legacy(head):
         return _read_legacy(source, notes)
@@ -90,7 +90,7 @@ def read(source: Readable, notes: kit.Notes) -> FileContents:
         reason = "the container is a preview of 2018, which is unsupported"
         raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
     if head[257:262] == b"ustar":
-        scan(lambda _: bytes(source.read(0, source.size)), source.size, source.name, notes)
+        scan_file(source, notes)
         reason = "tar archives of PyTorch 0.1 are unsupported"
         raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
     raise FormatError(f"the file begins {head[:16]!r}", offset=0, rule="Container")

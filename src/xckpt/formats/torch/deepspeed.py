@@ -65,9 +65,8 @@ class _States:
         self.source, self.shard = source, shard
         with kit.locating(path=source.name):
             content = containers.read(source, notes)
-        self.version, self._nbytes, self._base = content.version, content.nbytes, content.base
-        self.tensors = Tensors(content.place, notes, content.byteorder, content.base, shard)
-        self.value = content.value
+        self.version, self.value = content.version, content.value
+        self.tensors = Tensors(content, notes, shard)
         self.fields = dict_of(mapping_of(content.value))
 
     def tensor(self, value: Any, name: str) -> Tensor | None:
@@ -96,9 +95,9 @@ class _States:
             raise UnsupportedError(reason, path=self.source.name, tensor=name, rule="Flat")
         return part
 
-    def walk(self, notes: kit.Notes, values: Any, path: tuple[str, ...] = ()) -> ObjectWalk:
+    def walk(self, values: Any, path: tuple[str, ...] = ()) -> ObjectWalk:
         """Return all tensors and plain values below a value."""
-        objects = ObjectWalk(self.tensors, self._nbytes, notes, self._base)
+        objects = ObjectWalk(self.tensors)
         with kit.locating(path=self.source.name):
             objects.walk(values, path)
         return objects
@@ -177,7 +176,7 @@ class _FolderReader:
         self._notes.add(reason, "the model")
         states, number = self._model, 0
         while True:
-            objects = states.walk(self._notes, states.value, (f"mp_rank_{number:02}",))
+            objects = states.walk(states.value, (f"mp_rank_{number:02}",))
             self.tensors |= objects.tensors
             self.attrs |= objects.attrs
             number += 1
@@ -221,7 +220,7 @@ class _FolderReader:
         others = Pairs()
         for name, value in model.fields.items():
             others += (name, value) if name not in _CONTENTS and value is not None else ()
-        objects = model.walk(self._notes, others)
+        objects = model.walk(others)
         self.attrs |= objects.attrs
         for name, tensor in objects.tensors.items():
             self.tensors.setdefault(name, tensor)
@@ -352,7 +351,7 @@ class _FolderReader:
             tensor = ranks[0].tensor(values[0][0], f"optimizer.{key_text(field)}")
             if values[0][0] is not None and (tensor is None or not tensor.ndim):
                 # A number for all parameters, such as the number of steps.
-                objects = ranks[0].walk(self._notes, values[0][0], ("optimizer", key_text(field)))
+                objects = ranks[0].walk(values[0][0], ("optimizer", key_text(field)))
                 self.tensors |= objects.tensors
                 self.attrs |= objects.attrs
                 continue

@@ -219,9 +219,8 @@ class _MetadataReader:
                 region = content.place(key)
                 return region._replace(offset=region.offset + item.offset)
 
-            order, base = content.byteorder, content.base
-            tensors = Tensors(place, self._notes, order, base, item.file)
-            objects = ObjectWalk(tensors, content.nbytes, self._notes, base)
+            tensors = Tensors(content._replace(place=place), self._notes, item.file)
+            objects = ObjectWalk(tensors)
             objects.walk(content.value, (name,))
         except CheckpointError as error:
             # The error's offset counts within the item, but its path is that of `.metadata`.

@@ -34,7 +34,6 @@ from xckpt.formats.torch.tensors import Tensors, storage_of, wrapped
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from xckpt.formats import kit
     from xckpt.index import Tensor
 
     _Items = Iterator[tuple[Any, Any]]
@@ -85,18 +84,11 @@ class ObjectWalk:
 
     # Apart from its results, the walk stores only the path to the current value.
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        nbytes: int,  # of the pickle; it bounds the number of visits
-        notes: kit.Notes,
-        base: int = 0,
-        *,
-        all_tensors: bool = False,
-    ) -> None:
+    def __init__(self, tensors: Tensors, *, all_tensors: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.attrs: dict[str, Any] = {}
-        self._maker, self._notes, self._base = tensors, notes, base
+        self._maker, self._notes, self._base = tensors, tensors.notes, tensors.content.base
+        nbytes = tensors.content.nbytes  # of the pickle
         self._visits = _VISITS + _VISITS_PER_BYTE * nbytes
         self._most_tensors = _TENSORS + nbytes // _BYTES_PER_TENSOR
         self._names_nbytes = self._attrs_nbytes = 0

@@ -40,6 +40,8 @@ from xckpt.index import Part, Quantization, Tensor, span_of, strides_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from xckpt.formats.torch.containers import FileContents
+
 _DEEPEST_TENSOR = 8  # a parameter of a parameter
 _MOST_INLINE = 1 << 24  # bytes of all arrays in the pickle itself
 _SHOWN = 200
@@ -213,16 +215,15 @@ class Tensors:
 
     def __init__(
         self,
-        place: Callable[[str], Region],  # of the storage with a key
+        content: FileContents,
         notes: kit.Notes,
-        byteorder: Any = "little",
-        base: int = 0,
         shard: str | None = None,  # the file of the storages, in a checkpoint with several
     ) -> None:
         self.name = ""  # of the next tensor; callers set it
-        self._place, self._notes = place, notes
-        self._byteorder, self._base, self._shard = byteorder, base, shard
-        self._is_simple = byteorder == "little" and shard is None
+        self.content, self.notes = content, notes
+        self._place, self._base, self._shard = content.place, content.base, shard
+        self._byteorder: Any = content.byteorder
+        self._is_simple = content.byteorder == "little" and shard is None
         self._inline_left = _MOST_INLINE
 
     def tensor(self, call: Any, level: int = 0) -> Tensor | None:
@@ -296,9 +297,7 @@ class Tensors:
                 problem = FormatError(reason, offset=region.offset, rule="Storage")
                 region = region._replace(problem=problem)
             else:
-                self._notes.add(
-                    "bytes after a storage are ignored", f"storage {shown(storage.key)}"
-                )
+                self.notes.add("bytes after a storage are ignored", f"storage {shown(storage.key)}")
         dtype = storage.dtype if dtype is None else dtype
         size_of = itemsize if dtype is storage.dtype else itemsize_of(dtype)
         at, nbytes = (offset + storage.first) * size_of, layout.span * size_of
