@@ -16,8 +16,8 @@ from tests.structure.named_models import shapes_of
 from xckpt.cli import main
 from xckpt.formatting import columns
 from xckpt.index import Index, Part, Tensor
-from xckpt.notebook.models import model_text
 from xckpt.notebook.summary import index_summary, new_summary
+from xckpt.notebook.views import model_text
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:

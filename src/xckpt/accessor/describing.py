@@ -135,7 +135,7 @@ def structure(
     >>> ds.ckpt.structure().query("role == 'constant'")
     >>> ds.ckpt.structure("model.embed_tokens.weight")
     """
-    from xckpt.notebook.structures import evidence_table, structure_table
+    from xckpt.notebook.views import evidence_table, structure_table
 
     every = OpenTensors(obj).structure
     if name is None:

@@ -69,11 +69,15 @@ def info(
     """
     if with_attrs or keys:
         return _print_attrs(reading.attrs(file), keys, as_json=as_json)
-    from xckpt.notebook.models import model_document
-    from xckpt.notebook.structures import structure_blocks, structure_table
     from xckpt.notebook.summary import index_summary
     from xckpt.notebook.text import to_text
-    from xckpt.notebook.views import MOST_PATTERNS, summary_blocks
+    from xckpt.notebook.views import (
+        MOST_PATTERNS,
+        model_document,
+        structure_blocks,
+        structure_table,
+        summary_blocks,
+    )
     from xckpt.opening.reading import attrs_with_config
     from xckpt.structure import structure_of
     from xckpt.structure.dims import axes_of

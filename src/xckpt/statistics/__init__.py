@@ -14,20 +14,18 @@ from xckpt.statistics.spectra import spectrum
 from xckpt.statistics.tables import (
     EXPLANATION_COLUMNS,
     STATUSES,
+    attribute_sentence,
     channel_values,
+    comparison_lines,
     count_statuses,
+    frame_table,
+    group_notes,
     matched_names,
+    represented,
+    result_blocks,
     table,
     tensor_names,
     tensor_rows,
-)
-from xckpt.statistics.views import (
-    attribute_sentence,
-    comparison_lines,
-    frame_table,
-    group_notes,
-    represented,
-    result_blocks,
 )
 
 __all__ = [

@@ -26,8 +26,7 @@ from xckpt.comparison.relations.causes import Relation, percent
 from xckpt.comparison.relations.quantised_causes import Quantised
 from xckpt.errors import CheckpointError, shown, some
 from xckpt.formatting import counted
-from xckpt.statistics.tables import EXPLANATION_COLUMNS, EXPLANATION_TEXTS
-from xckpt.statistics.views import cause_text
+from xckpt.statistics.tables import EXPLANATION_COLUMNS, EXPLANATION_TEXTS, cause_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
