@@ -14,7 +14,7 @@ from xckpt.arrays.streams import whole_leaves
 from xckpt.scan.scanning import gather
 from xckpt.statistics import QUANTILES, statistic_names
 from xckpt.statistics.counts import Sketch
-from xckpt.statistics.describe import describe
+from xckpt.statistics.describe import describe_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -69,7 +69,7 @@ def scanned(*readers: ElementStream) -> list[Sketch]:
 
 def stats_of(values: Array, quantiles: Sequence[float] = QUANTILES) -> dict[str, float]:
     """Describe an array."""
-    statistics = describe(sketch_of(values), quantiles)
+    statistics = describe_all([sketch_of(values)], quantiles)[0].tolist()
     return dict(zip(statistic_names(quantiles), statistics, strict=True))
 
 

@@ -22,7 +22,7 @@ from tests.stats.reference import (
     stats_of,
 )
 from xckpt.statistics import QUANTILES
-from xckpt.statistics.describe import describe, describe_all
+from xckpt.statistics.describe import describe_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -226,7 +226,7 @@ def test_tensors_described_together_equal_those_described_alone(name: str) -> No
         special = [np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0, -1.0, 1e-40]
         tensors += [np.array(special, dtype_of(name)), np.full(3, np.nan, dtype_of(name))]
     sketches = [sketch_of(tensor) for tensor in tensors]
-    alone = np.array([describe(sketch, QUANTILES) for sketch in sketches])
+    alone = np.array([describe_all([sketch], QUANTILES)[0] for sketch in sketches])
     together = describe_all([*sketches, *sketches[::-1]], QUANTILES)
     np.testing.assert_array_equal(together, [*alone, *alone[::-1]])
     np.testing.assert_array_equal(np.signbit(together), np.signbit([*alone, *alone[::-1]]))

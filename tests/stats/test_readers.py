@@ -22,7 +22,7 @@ from xckpt.arrays.streams import ArrayStream, of_tensor
 from xckpt.errors import CheckpointError, IntegrityError
 from xckpt.index import Part
 from xckpt.statistics import QUANTILES, stats
-from xckpt.statistics.describe import describe
+from xckpt.statistics.describe import describe_all
 from xckpt.storage import digests
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def check(reader: ElementStream, values: np.ndarray[Any, Any]) -> Any:
     """Compare the statistics of a reader, whole and in two halves, with those of its array."""
     reader = pickle.loads(pickle.dumps(reader))
     (sketch,) = scanned(reader)
-    statistics = describe(sketch, QUANTILES)
+    (statistics,) = describe_all([sketch], QUANTILES)
     exact = exact_stats(np.asarray(values))
     for name, value in zip(NAMES, statistics, strict=False):
         assert value == exact[name] or np.isnan(exact[name]), name
@@ -128,7 +128,7 @@ def test_compressed_elements_are_streamed(digest_of: Any) -> None:
     reader = of_tensor(dense(values, "float32", data, digest=hasher.digest(), **part))
     assert reader.whole
     (sketch,) = scanned(reader)
-    assert describe(sketch, [])[7] == pytest.approx(values.astype(float).mean(), rel=1e-14)
+    assert describe_all([sketch], [])[0, 7] == pytest.approx(values.astype(float).mean(), rel=1e-14)
     wrong = of_tensor(dense(values, "float32", data, digest="xxh3:0123456789abcdef", **part))
     with pytest.raises(IntegrityError, match="'t'"):
         scanned(wrong)
@@ -168,7 +168,7 @@ def test_sparse_tensors_are_never_made_dense() -> None:
     parts = {"values": np.array([3, 4], "<f4"), "coords": coords}
     lazy = tensor_of("sparse_coo", shape, parts)
     (sketch,) = scanned(of_tensor(lazy))
-    statistics = describe(sketch, [0.5])
+    (statistics,) = describe_all([sketch], [0.5])
     assert (sketch.count, sketch.zero) == (prod(shape), prod(shape) - 2)
     assert (statistics[0], statistics[3]) == (float(prod(shape)), float(prod(shape) - 2))
     assert statistics[10] == 5.0

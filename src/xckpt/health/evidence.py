@@ -164,7 +164,7 @@ class Evidence:
         for row, name in enumerate(self.names):
             owner = name if name in original else name.rpartition(":")[0]
             declared = original.described(owner).declared if owner in original else None
-            plain, dtype = self.plain_name(row), self.dtypes[row]
+            plain, dtype = self.plain_names[row], self.dtypes[row]
             shape = self.shapes[row]
             if not dtype:  # the shape is unknown, but `is_vector` still works
                 shape = (2,) if self.is_vector(row) else (2, 2)
@@ -177,7 +177,7 @@ class Evidence:
     @cached_property
     def plain_names(self) -> list[str]:
         """Names without the steps of a run."""
-        return [self.plain_name(row) for row in range(len(self.names))]
+        return [plain for _, plain in self._steps]
 
     @cached_property
     def roles(self) -> list[Role]:
@@ -344,10 +344,6 @@ class Evidence:
     def step_of(self, row: int) -> str:
         """Return the step of a tensor; empty outside of runs."""
         return self._steps[row][0]
-
-    def plain_name(self, row: int) -> str:
-        """Return the name of a tensor without its step."""
-        return self._steps[row][1]
 
     def family_of(self, row: int) -> tuple[Any, ...]:
         """Return the key that a tensor and its siblings share."""

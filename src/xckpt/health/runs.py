@@ -52,7 +52,7 @@ class StepChanges:
         for row in rows:
             step = evidence.step_of(row)
             if step:
-                by_name.setdefault(evidence.plain_name(row), {})[int(step)] = row
+                by_name.setdefault(evidence.plain_names[row], {})[int(step)] = row
         self.steps = sorted({step for places in by_name.values() for step in places})
         self.names = list(by_name)
         #: Row in the evidence of each tensor at each step; -1 if the step lacks the tensor.
@@ -140,7 +140,9 @@ def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
     shapes = [tuple(stream.array.shape) for stream in streams]
     names = [stream.name for stream in streams]
     evidence = Evidence(names, {}, dtypes, shapes, dim, streams=streams, subject=subject)
-    plain = [evidence.plain_name(row) if evidence.step_of(row) else "" for row in range(len(names))]
+    plain = [
+        evidence.plain_names[row] if evidence.step_of(row) else "" for row in range(len(names))
+    ]
     if dim is None or len({evidence.step_of(row) for row in range(len(names))}) < 2:
         raise ValueError("the object has no steps to compare: open several with xckpt.open_steps")
     selected = set(select_or_raise(filter(None, dict.fromkeys(plain)), tensors))

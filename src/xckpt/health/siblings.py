@@ -408,7 +408,7 @@ def _copied_layers(evidence: Evidence, twins: dict[int, int]) -> dict[int, tuple
     low, is_constant = evidence["min"], evidence["min"] == evidence["max"]
     layers: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for row, name in enumerate(evidence.names):
-        parts = evidence.structure.parse(evidence.plain_name(row))
+        parts = evidence.structure.parse(evidence.plain_names[row])
         if parts.indices:
             module = parts.outermost.removesuffix(parts.indices[0])
             layer = (module, parts.indices[0])

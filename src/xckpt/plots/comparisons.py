@@ -31,7 +31,7 @@ from xckpt.plots.axes import (
     whole_numbers,
 )
 from xckpt.plots.layers import WIDE_SPAN, require_statistic
-from xckpt.plots.series import Drawn, codes_left_out, codes_of, require_any, series_of
+from xckpt.plots.series import Drawn, codes_left_out, require_any, series_of
 from xckpt.structure import Role
 from xckpt.structure.numbering import ParsedName, is_index
 
@@ -126,7 +126,7 @@ def draw_differences(
     ]
     summary = f"{counted(len(frame), 'tensor')}: {', '.join(parts)}"
     changed = frame[frame["status"] == "changed"]
-    codes = codes_of(OpenTensors(source.obj))
+    codes = OpenTensors(source.obj).structure.scales
     is_code = changed.index.isin(list(codes))
     of_codes = " of codes" if is_code.size and is_code.all() else ""
     note = ""

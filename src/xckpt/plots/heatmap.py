@@ -21,7 +21,7 @@ from xckpt.plots.axes import (
     themed,
     whole_numbers,
 )
-from xckpt.plots.series import Drawn, codes_drawn, codes_of
+from xckpt.plots.series import Drawn, codes_drawn
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -155,7 +155,7 @@ def draw_heatmap(
     )
     bar = ax.figure.colorbar(image, ax=ax, extend="both" if robust else "neither")
     image.set_cmap(image.get_cmap().with_extremes(bad=_NAN_COLOUR))
-    scales = codes_of(tensors).get(name)
+    scales = tensors.structure.scales.get(name)
     if scales is not None:
         bar.set_label("code")
     _mark_rows(ax, sample)

@@ -107,7 +107,7 @@ def choose(obj: Any, names: TensorFilter | None) -> Chosen:
     left_out = Counter(roles[n].group for n in set(selected).difference(drawn))
     groups = ", ".join(f"{count:,} {group}" for group, count in sorted(left_out.items()))
     note = f"without tensors of other roles: {groups}" if groups else ""
-    codes = codes_of(tensors)
+    codes = tensors.structure.scales
     weights = [name for name in drawn if name not in codes]
     if not weights:
         return Chosen(tensors, drawn, {name: codes[name] for name in drawn}, note, roles)
@@ -119,11 +119,6 @@ def require_any(chosen: Collection[str]) -> None:
     """Raise if the selection is empty."""
     if not len(chosen):
         raise ValueError("the object has no tensors")
-
-
-def codes_of(tensors: OpenTensors) -> dict[str, str]:
-    """Return the tensors that have codes, and the names of their scales."""
-    return tensors.structure.scales
 
 
 def codes_drawn(scales: str | None) -> str:
@@ -309,13 +304,6 @@ def outermost(parsed: Iterable[ParsedName]) -> str | None:
     return first.most_common(1)[0][0] if first else None
 
 
-# --- panels ---------------------------------------------------------------------------------------
-
-#: Lines of a panel whose labels can be read, and panels of a figure.
-MOST_LINES_OF_PANEL, MOST_PANELS = 8, 6
-# So many lines of one kind share a panel, whatever modules they are in.
-_FEW_LINES = 4
-
 # --- positions along the axis --------------------------------------------------------------------
 
 # Replaces the names of stages, such as `layer1.0`.
@@ -404,6 +392,12 @@ def _other_stage(parts: ParsedName, insides: set[tuple[str | None, ...]]) -> _Pl
 
 # --- panels --------------------------------------------------------------------------------------
 
+#: Lines of a panel whose labels can be read.
+MOST_LINES_OF_PANEL = 8
+_MOST_PANELS = 6
+# So many lines of one kind share a panel, whatever modules they are in.
+_FEW_LINES = 4
+
 
 def panels_of(
     rows: Iterable[Row],
@@ -428,12 +422,12 @@ def panels_of(
         rank = order.index(role) * 3 + ["matrix", "norm", "vector"].index(kind)
         kinds.setdefault((rank, kind), []).append(row.name)
     panels = [names for _, names in sorted(kinds.items())]
-    panels = [*panels[: MOST_PANELS - 1], list(chain(*panels[MOST_PANELS - 1 :]))]
+    panels = [*panels[: _MOST_PANELS - 1], list(chain(*panels[_MOST_PANELS - 1 :]))]
     panels = [names for names in panels if names]
     place = 0
     while place < len(panels):
         parts = _by_module({name: parsed[name] for name in panels[place]})
-        if 1 < len(parts) <= MOST_PANELS - len(panels) + 1:
+        if 1 < len(parts) <= _MOST_PANELS - len(panels) + 1:
             panels[place : place + 1] = parts
         else:
             place += 1

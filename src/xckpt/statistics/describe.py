@@ -72,12 +72,6 @@ def rank(count: int, quantile: float) -> int:
     return round((count - 1) * quantile)
 
 
-def describe(sketch: Sketch, quantiles: Sequence[float]) -> list[float]:
-    """Compute all statistics of a tensor, in the order of `statistic_names`."""
-    row: list[float] = describe_all([sketch], quantiles)[0].tolist()
-    return row
-
-
 def describe_all(
     sketches: Sequence[Sketch], quantiles: Sequence[float], *, channels: bool = False
 ) -> Array:
@@ -301,14 +295,6 @@ def _order(name: str) -> Array:
     order = np.empty(len(values), np.int64)
     order[np.argsort(values, kind="stable")] = np.arange(len(values))
     return order
-
-
-def scaled(value: float, exponent: int) -> float:
-    """Return ``value * 2**exponent``; infinity if it is out of range."""
-    try:
-        return math.ldexp(value, exponent)
-    except OverflowError:
-        return math.copysign(math.inf, value)
 
 
 # --- exact moments -------------------------------------------------------------------------------

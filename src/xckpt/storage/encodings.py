@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from xckpt.storage.digests import PassingBytes
 
     Stored = memoryview | bytes | PassingBytes
-
-T = TypeVar("T")
 
 _COUNTING_NBYTES = 1 << 18  # block size for decoded bytes that are dropped
 

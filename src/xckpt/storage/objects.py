@@ -14,7 +14,7 @@ import threading
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.parse import quote, urljoin, urlsplit
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
@@ -50,8 +50,6 @@ from xckpt.storage.stores import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from ssl import SSLContext
-
-T = TypeVar("T")
 
 # obstore sends all headers but these to wherever a redirect leads, and the URL as `Referer`.
 _KEPT_AT_HOME = {"authorization", "cookie"}
