@@ -186,7 +186,19 @@ class Cursor:
             )
 
 
-class Memory:
+class Inner:
+    """A file inside of another one, without a folder."""
+
+    def sibling(self, name: str) -> Readable:
+        """Raise `FileNotFoundError`: it refers to no other files."""
+        raise FileNotFoundError(name)
+
+    def folders(self) -> tuple[str, ...]:
+        """Return no folders."""
+        return ()
+
+
+class Memory(Inner):
     """Decoded bytes as a file."""
 
     def __init__(self, name: str, data: bytes) -> None:
@@ -195,14 +207,6 @@ class Memory:
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes."""
         return self._data[offset : offset + nbytes]
-
-    def sibling(self, name: str) -> Readable:
-        """Raise `FileNotFoundError`: decoded bytes refer to no other files."""
-        raise FileNotFoundError(name)
-
-    def folders(self) -> tuple[str, ...]:
-        """Return no folders."""
-        return ()
 
 
 def first_bytes(source: Readable, most: int) -> bytes:
@@ -408,11 +412,6 @@ def file_stem(path: str, *suffixes: str) -> str:
     name = file_name(path)
     # Suffixes are in lower case, and match in any case.
     return next((name[: -len(s)] for s in suffixes if name.lower().endswith(s)), name)
-
-
-def shard_names(stem: str, count: int, suffix: str) -> list[str]:
-    """Return the conventional names of the files of a split checkpoint."""
-    return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
 
 
 def find_overlaps(

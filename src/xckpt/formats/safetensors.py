@@ -166,9 +166,9 @@ class Safetensors(Format):
         # Hugging Face's libraries require the format of shards; the index has the total size.
         attrs = {"format": "pt"} | {k: v for k, v in draft.attrs.items() if k != "total_size"}
         stem = kit.file_stem(draft.path, f".safetensors{_INDEX}", _INDEX, ".safetensors")
-        names = kit.shard_names(stem, len(drafts), ".safetensors")
         shards = {
-            name: replace(shard, attrs=attrs) for name, shard in zip(names, drafts, strict=True)
+            f"{stem}-{number:05}-of-{len(drafts):05}.safetensors": replace(shard, attrs=attrs)
+            for number, shard in enumerate(drafts, 1)
         }
 
         def index(names: Mapping[str, str]) -> bytes:

@@ -64,7 +64,7 @@ class _StorageInfo(NamedTuple):
     is_plain: bool
 
 
-class _Window:
+class _Window(kit.Inner):
     """A range of a file as a file."""
 
     def __init__(self, source: Readable, item: _StorageInfo) -> None:
@@ -80,14 +80,6 @@ class _Window:
         if self._whole is not None:
             return self._whole[offset : offset + nbytes]
         return self._source.read(self._offset + offset, nbytes)
-
-    def sibling(self, name: str) -> Readable:
-        """Raise `FileNotFoundError`: items refer to no other files."""
-        raise FileNotFoundError(name)
-
-    def folders(self) -> tuple[str, ...]:
-        """Return no folders."""
-        return ()
 
 
 def read(format: str, source: Readable, notes: kit.Notes) -> Index:
