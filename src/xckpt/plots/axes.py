@@ -277,6 +277,26 @@ def inches(ax: Axes) -> tuple[float, float]:
     return place.width * size[0], place.height * size[1]
 
 
+# Smallest distance between labels of cells, and their widest text.
+_INCHES_OF_CELL, _POINTS_OF_CHARACTER, _WIDEST_OF_CELL = 0.15, 5.2, 28
+# Intervals of labels that are easy to count.
+_STRIDES = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
+
+
+def label_cells(ax: Axes, axis: Literal["x", "y"], texts: Sequence[str], name: str = "") -> None:
+    """Label rows or columns of an image, at equal intervals if there is no room for all labels."""
+    room = inches(ax)[axis == "y"]
+    stride = next(n for n in _STRIDES if len(texts) * _INCHES_OF_CELL <= n * room)
+    shown = [safe(text, _WIDEST_OF_CELL) for text in texts[::stride]]
+    target = ax.yaxis if axis == "y" else ax.xaxis
+    target.set_ticks(list(range(0, len(texts), stride)), shown)
+    ax.tick_params(axis, length=0, labelsize="small")
+    longest = max(map(len, shown)) * _POINTS_OF_CHARACTER / 72
+    if axis == "x" and longest > stride * room / len(texts):
+        ax.tick_params("x", rotation=90)
+    target.set_label_text(safe(name))
+
+
 def line_styles(count: int) -> list[dict[str, Any]]:
     """Return colours for lines, combined with dashes if there are more lines than colours."""
     from matplotlib import rcParams

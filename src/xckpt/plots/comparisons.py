@@ -20,6 +20,7 @@ from xckpt.notebook.short_names import apart, short_names
 from xckpt.options import renamed, takes
 from xckpt.plots.axes import (
     add_heading,
+    label_cells,
     label_rows,
     mark_beyond,
     near_limits,
@@ -404,7 +405,6 @@ def _draw_image(ax: Axes, values: Array, size: tuple[int, int], style: dict[str,
 
 _INCHES_PER_LAYER, _FRAME = 0.2, 0.9
 _TALLEST = 10.0
-_MOST_LAYERS = 40
 _LARGEST_JUMP = 1000.0  # that the colours include
 _MOST_TICKS = 5  # of a scale of colours
 _UNCHANGED = "#8886"
@@ -528,17 +528,8 @@ def _draw_group(
         ticks = np.geomspace(*image.get_clim(), _MOST_TICKS)
         bar.set_ticks(ticks.tolist(), labels=[f"{tick:.2g}" for tick in ticks])
         bar.minorticks_off()
-    _label_ticks(ax.yaxis, [safe(name) for name in names])
-    _label_ticks(ax.xaxis, [f"{step:,}" for step in changes.steps[1:]])
+    label_cells(ax, "y", names)
+    label_cells(ax, "x", [f"{step:,}" for step in changes.steps[1:]])
     unchanged = int(np.count_nonzero(norms == 0))
     grey = f"grey: no change ({counted(unchanged, 'place')})" if unchanged else ""
     return [grey, *notes]
-
-
-def _label_ticks(axis: Any, labels: list[str]) -> None:
-    """Label the rows or columns of an image, at regular intervals if there are many."""
-    most = _MOST_LAYERS // 4 if axis.axis_name == "x" else _MOST_LAYERS
-    stride = max(1, -(-len(labels) // most))
-    axis.set_ticks(list(range(0, len(labels), stride)), labels[::stride])
-    for text in axis.get_ticklabels():
-        text.set_parse_math(False)

@@ -12,7 +12,7 @@ from xckpt.notebook.short_names import short_names
 from xckpt.options import takes
 from xckpt.plots.axes import (
     add_heading,
-    inches,
+    label_cells,
     mark_beyond,
     near_limits,
     new_axes,
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
 
 _INCHES_PER_ROW, _INCHES_PER_COLUMN, _FRAME = 0.2, 0.34, 2.2
 _TALLEST, _WIDEST = 11.0, 14.0
-# Smallest distance between labels.
-_INCHES_OF_LABEL, _POINTS_OF_CHARACTER = 0.15, 5.2
-_WIDEST_LABEL = 28
-# Intervals of labels that are easy to count.
-_STRIDES = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 _INFINITE, _UNDEFINED = "#9e9e9e", "#e6007e"
 
 
@@ -124,8 +119,8 @@ def draw_groups(
         whole_numbers(bar.ax.yaxis)
     has_tensors = grouped["tensors"].to_numpy().reshape(values.shape) > 0
     notes = [*_fill_others(ax, values, has_tensors), *notes]
-    _label_axis(ax, "y", texts[0], names[0])
-    _label_axis(ax, "x", texts[1], names[1] if len(names) > 1 else "")
+    label_cells(ax, "y", texts[0], names[0])
+    label_cells(ax, "x", texts[1], names[1] if len(names) > 1 else "")
     count = counted(int(grouped["tensors"].sum()), "tensor")
     add_heading(ax, f"{statistic} of {count} by {' and '.join(names)}", *notes, left=110)
     return ax
@@ -211,17 +206,3 @@ def _fill_others(ax: Axes, values: Array, has_tensors: Array) -> list[str]:
     if notes:
         ax.imshow(colours, aspect="auto", interpolation="nearest")
     return notes
-
-
-def _label_axis(ax: Axes, axis: Literal["x", "y"], texts: Sequence[str], name: str) -> None:
-    """Label rows or columns, at equal intervals if there is no room for all labels."""
-    room = inches(ax)[axis == "y"]
-    stride = next(n for n in _STRIDES if len(texts) * _INCHES_OF_LABEL <= n * room)
-    shown = [safe(text, _WIDEST_LABEL) for text in texts[::stride]]
-    target = ax.yaxis if axis == "y" else ax.xaxis
-    target.set_ticks(list(range(0, len(texts), stride)), shown)
-    ax.tick_params(axis, length=0, labelsize="small")
-    longest = max(map(len, shown)) * _POINTS_OF_CHARACTER / 72
-    if axis == "x" and longest > stride * room / len(texts):
-        ax.tick_params("x", rotation=90)
-    target.set_label_text(safe(name))
