@@ -31,10 +31,7 @@ class Empty(Rule):
     """The checkpoint has no tensors, or weights have no elements."""
 
     name, severity = "empty", "error"
-
-    def findings(self, evidence: Evidence) -> Iterator[RuleFinding]:
-        """Return the findings, also in tensors that cannot be read."""
-        return self._judge(evidence)
+    roles = None
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         if evidence.origin is None:
@@ -59,9 +56,7 @@ class Empty(Rule):
 
 
 class _Code(Rule):
-    def findings(self, evidence: Evidence) -> Iterator[RuleFinding]:
-        """Return the findings about the file, which has no row."""
-        return self._judge(evidence)
+    roles = None
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         risks = () if evidence.origin is None else evidence.origin.risks

@@ -66,8 +66,8 @@ class Rule(ABC):
     name: ClassVar[str]
     #: "error", "warning" or "info".
     severity: ClassVar[str]
-    #: Tensors of other roles are skipped.
-    roles: ClassVar[frozenset[Role]] = WEIGHTS
+    #: Tensors of other roles are skipped; None for a rule about the file as a whole.
+    roles: ClassVar[frozenset[Role] | None] = WEIGHTS
     #: Whether one finding stands for all tensors of a kind that the rule holds for.
     is_of_kind: ClassVar[bool] = False
     #: Rules that state the same fact: if one of them holds for a tensor, this one is left out.
@@ -79,8 +79,9 @@ class Rule(ABC):
 
     def findings(self, evidence: Evidence) -> Iterator[RuleFinding]:
         """Return the findings in tensors of the roles in `roles`."""
-        roles = evidence.roles
-        return (finding for finding in self._judge(evidence) if roles[finding.row] in self.roles)
+        for finding in self._judge(evidence):
+            if self.roles is None or evidence.roles[finding.row] in self.roles:
+                yield finding
 
     def finding(self, evidence: Evidence, row: Any, value: Any, explanation: str) -> RuleFinding:
         """Return a finding in the tensor of a row."""

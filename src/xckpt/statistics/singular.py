@@ -186,11 +186,7 @@ def best_factors(
         return Factorized(nothing, nothing, 0.0 if total <= _SQUARES[0] else math.nan, 0.0)
     squared = noise.floor() ** 2
     floor = squared if squared == squared else 0.0  # noqa: PLR0124  unknown rounding
-
-    def choose_count(squares: Array) -> int:
-        return choose(squares, total)
-
-    largest = _largest_values(rows, choose_count, most, floor)
+    largest = _largest_values(rows, lambda squares: choose(squares, total), most, floor)
     if largest is None:
         squares, vectors = np.linalg.eigh(_gram(blocks, 1.0, threads))
         largest = squares[::-1], vectors[:, ::-1]
