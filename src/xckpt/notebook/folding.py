@@ -252,10 +252,8 @@ def _all_but(position: int, family: Family) -> Hashable:
         has_one = len(_NUMBER.findall(word)) == 1
         mark = word.rstrip("0123456789") if word[-1:].isdigit() else word
         mark = _NUMBER.sub("0", word) if has_one else mark
-    return (
-        *(family.dtype, family.storage, family.shape, family.count),
-        *(*components[:position], mark, *components[position + 1 :]),
-    )
+    key = family.dtype, family.storage, family.shape, family.count
+    return *key, *components[:position], mark, *components[position + 1 :]
 
 
 def indices_text(indices: Iterable[str]) -> str:

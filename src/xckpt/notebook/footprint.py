@@ -35,24 +35,31 @@ _DEFAULT_CACHE = "bfloat16"
 _BLOCK = 32
 # Keys of `config.json` with the number of experts that each token uses, and that a layer has.
 _CHOSEN_KEYS = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k"),
-    *("moe_topk", "num_selected_experts", "top_k_experts", "moe_k"),
-)
+    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k",
+    "moe_topk", "num_selected_experts", "top_k_experts", "moe_k",
+)  # fmt: skip
 _TOTAL_KEYS = (
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    *("num_routed_experts",),
-)
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+    "num_routed_experts",
+)  # fmt: skip
 _MOST_EXPERTS = 1 << 20
 _SEPARATORS = "./"
 
 
-class GroupTotal(NamedTuple):
+@dataclass(slots=True)
+class GroupTotal:
     """Tensors of one heading, such as buffers, or parameters that are stored in one way."""
 
     group: str
-    tensors: int
-    size: int
-    nbytes: int
+    tensors: int = 0
+    size: int = 0
+    nbytes: int = 0
+
+    def add(self, tensors: int, size: int, nbytes: int) -> None:
+        """Add tensors, with the number of their elements and their bytes together."""
+        self.tensors += tensors
+        self.size += size
+        self.nbytes += nbytes
 
 
 class Experts(NamedTuple):
@@ -84,14 +91,11 @@ class Footprint:
         document: dict[str, Any] = {
             "parameters": self.parameters,
             "precisions": {name: self.nbytes_in(name) for name in PRECISIONS},
-            "schemes": {name: _sizes(total) for name, *total in self.schemes},
-            "groups": {name: _sizes(total) for name, *total in self.groups},
+            "schemes": _document(self.schemes, "elements"),
+            "groups": _document(self.groups, "elements"),
         }
         if self.components:
-            document["components"] = {
-                name: dict(zip(("tensors", "parameters", "nbytes"), total, strict=True))
-                for name, *total in self.components
-            }
+            document["components"] = _document(self.components, "parameters")
         if self.experts is not None:
             document["active_parameters"] = self.active
             document["experts"] = self.experts._asdict()
@@ -140,13 +144,12 @@ class Memory:
         """Return the layers with a cache by kind, with elements and bytes for the whole batch."""
         dtype = self.cache_dtype
         bits = 8 * PRECISIONS[dtype] / _BLOCK if dtype in PRECISIONS else ELEMENT_TYPES[dtype].bits
-        totals: dict[str, list[int]] = {}
+        totals: dict[str, GroupTotal] = {}
         for group in self.cache.groups if self.context else ():
-            total = totals.setdefault(group.kind, [0, 0, 0])
-            total[0] += group.layers
-            total[1] += self.batch * group.elements(self.context)
-            total[2] += self.batch * group.nbytes(self.context, bits)
-        return tuple([GroupTotal(kind, *total) for kind, total in totals.items()])
+            size, nbytes = group.elements(self.context), group.nbytes(self.context, bits)
+            total = totals.setdefault(group.kind, GroupTotal(group.kind))
+            total.add(group.layers, self.batch * size, self.batch * nbytes)
+        return tuple(totals.values())
 
     def fits(self, nbytes: int) -> str:
         """Return whether weights of a size and the cache fit: yes, no or unknown."""
@@ -156,8 +159,11 @@ class Memory:
         return "unknown" if self.unknown else "yes"
 
 
-def _sizes(total: Sequence[Any]) -> dict[str, int]:
-    return dict(zip(("tensors", "elements", "nbytes"), total, strict=True))
+def _document(totals: Iterable[GroupTotal], size: str) -> dict[str, dict[str, int]]:
+    return {
+        total.group: {"tensors": total.tensors, size: total.size, "nbytes": total.nbytes}
+        for total in totals
+    }
 
 
 def weigh(families: Sequence[Family], config: Mapping[Any, Any]) -> Footprint:
@@ -165,8 +171,8 @@ def weigh(families: Sequence[Family], config: Mapping[Any, Any]) -> Footprint:
 
     `config` has the attributes of the file, or the content of ``config.json`` under ``"config"``.
     """
-    groups: dict[str, list[int]] = {role.group: [0, 0, 0] for role in Role}
-    schemes: dict[str, list[int]] = {}
+    groups = {role.group: GroupTotal(role.group) for role in Role}
+    schemes: dict[str, GroupTotal] = {}
     experts = _experts_in(config)
     in_experts = parameters = 0
     for family in families:
@@ -174,22 +180,20 @@ def weigh(families: Sequence[Family], config: Mapping[Any, Any]) -> Footprint:
         is_parameter = role in PARAMETERS
         totals = [groups[role.group]]
         if is_parameter and family.parameters:
-            totals.append(schemes.setdefault(family.dtype, [0, 0, 0]))
+            totals.append(schemes.setdefault(family.dtype, GroupTotal(family.dtype)))
         for total in totals:
-            total[0] += family.count
-            total[1] += family.parameters if is_parameter else family.size
-            total[2] += family.nbytes
+            size = family.parameters if is_parameter else family.size
+            total.add(family.count, size, family.nbytes)
         parameters += family.parameters
         if experts is not None and is_parameter and _has_experts(family, experts.total):
             in_experts += family.parameters
     active = parameters
     if experts is not None and in_experts:
         active -= in_experts - in_experts * experts.chosen // experts.total
-    largest_first = sorted(schemes.items(), key=lambda scheme: -scheme[1][2])
     return Footprint(
         parameters,
-        tuple([GroupTotal(group, *total) for group, total in groups.items() if total[0]]),
-        tuple([GroupTotal(scheme, *total) for scheme, total in largest_first]),
+        tuple([total for total in groups.values() if total.tensors]),
+        tuple(sorted(schemes.values(), key=lambda total: -total.nbytes)),
         experts if in_experts else None,
         active,
     )
@@ -206,28 +210,25 @@ def components_of(rows: Iterable[Row], structure: Structure) -> tuple[GroupTotal
     """Return the sizes of the components of a model; none if it has a single one."""
     if len(structure.components) < 2:
         return ()
-    sums = sums_by(rows, structure, lambda row, structure: structure.component(row.name))
     totals = [
-        GroupTotal(name or OTHERS, *numbers)
-        for name, numbers in sums.items()
-        if name in structure.components
+        replace(total, group=total.group or OTHERS)
+        for total in totals_by(lambda row, model: model.component(row.name), rows, structure)
+        if total.group in structure.components
     ]
     return tuple(sorted(totals, key=lambda total: -total.nbytes))
 
 
-def sums_by(
-    rows: Iterable[Row], structure: Structure, key: Callable[[Row, Structure], str]
-) -> dict[str, list[int]]:
-    """Return numbers of tensors, parameters and stored bytes by a key, in the order of the file."""
-    sums: dict[str, list[int]] = {}
-    roles = structure.roles
+def totals_by(
+    key: Callable[[Row, Structure], str], rows: Iterable[Row], structure: Structure
+) -> list[GroupTotal]:
+    """Return tensors, parameters and stored bytes by a key, in the order of the file."""
+    totals: dict[str, GroupTotal] = {}
     for row in rows:
-        total = sums.setdefault(key(row, structure), [0, 0, 0])
-        is_counted = roles[row.name] in PARAMETERS and row.storage != TIED
-        total[0] += 1
-        total[1] += structure.packed.get(row.name, row.size) if is_counted else 0
-        total[2] += row.nbytes
-    return sums
+        group = key(row, structure)
+        is_counted = structure.roles[row.name] in PARAMETERS and row.storage != TIED
+        size = structure.packed.get(row.name, row.size) if is_counted else 0
+        totals.setdefault(group, GroupTotal(group)).add(1, size, row.nbytes)
+    return list(totals.values())
 
 
 # --- experts -------------------------------------------------------------------------------------

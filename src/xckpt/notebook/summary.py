@@ -26,7 +26,7 @@ from xckpt.notebook.folding import (
     one_by_one,
     united,
 )
-from xckpt.notebook.footprint import Footprint, GroupTotal, components_of, sums_by, weigh
+from xckpt.notebook.footprint import Footprint, GroupTotal, components_of, totals_by, weigh
 from xckpt.notebook.shown import Shown
 from xckpt.structure import OF_TRAINING, Structure, structure_of
 from xckpt.structure.declared import facts_of
@@ -582,12 +582,15 @@ def sizes_table(
             index=pd.Index([pattern.text for pattern in patterns], name=by, dtype=object),
         )
     elif by in _KEYS:
-        totals = sums_by(rows, structure, _KEYS[by])
-        names = list(totals)
+        totals = totals_by(_KEYS[by], rows, structure)
+        names = [total.group for total in totals]
         frame = pd.DataFrame(
-            list(totals.values()),
-            index=pd.Index(list(totals), name=by, dtype=object),
-            columns=["tensors", "parameters", "nbytes"],
+            {
+                "tensors": [total.tensors for total in totals],
+                "parameters": [total.size for total in totals],
+                "nbytes": [total.nbytes for total in totals],
+            },
+            index=pd.Index(names, name=by, dtype=object),
         )
     else:
         keys = ", ".join(map(repr, _KEYS))

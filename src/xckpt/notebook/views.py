@@ -20,6 +20,7 @@ from xckpt.notebook.documents import (
     number_listed,
 )
 from xckpt.notebook.folding import families_of, united
+from xckpt.notebook.footprint import GroupTotal
 from xckpt.structure import Role, Structure, TensorInfo
 from xckpt.structure.forms import forms_of
 from xckpt.tensor_rows import Row
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from xckpt.notebook.documents import Cell
     from xckpt.notebook.folding import Pattern
-    from xckpt.notebook.footprint import Footprint, GroupTotal
+    from xckpt.notebook.footprint import Footprint
     from xckpt.notebook.summary import FoldedFinding, Summary
     from xckpt.structure.description import ModelDescription
 
@@ -134,9 +135,10 @@ def _components(summary: Summary) -> list[tuple[GroupTotal, str]]:
     components = summary.components
     totals = [(total, "parameter") for total in components[:_MOST_COMPONENTS]]
     if remaining := components[_MOST_COMPONENTS:]:
-        sums = [sum(numbers) for numbers in zip(*[t[1:] for t in remaining], strict=True)]
-        name = counted(len(remaining), "more component")
-        totals.append((type(remaining[0])(name, *sums), ""))
+        others = GroupTotal(counted(len(remaining), "more component"))
+        for total in remaining:
+            others.add(total.tensors, total.size, total.nbytes)
+        totals.append((others, ""))
     return totals
 
 
