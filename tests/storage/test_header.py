@@ -16,7 +16,7 @@ from tests.sources import CountingSource
 from tests.stats.checkpoints import settled
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
-from xckpt.storage.cache import HeaderSource
+from xckpt.storage.cache import HeaderSource, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,7 +144,7 @@ def test_ranges_are_remembered_separately() -> None:
     data = bytes(range(256)) * 1000
     source = Skipping(data)
     header = HeaderSource(source)
-    header.keep(0, memoryview(data)[:100])
+    header.keep(Segment(0, memoryview(data)[:100]))
     ranges = [(5000, 10), (90, 20), (0, 5), (5005, 10), (200_000, 8), (5000, 10), (7000, 0)]
     for _ in range(2):
         pieces = header.read_ranges(ranges)

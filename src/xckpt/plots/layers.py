@@ -404,11 +404,12 @@ def _draw_panel(
         for colour in [handle.get_color()]
     ]
     points.sort(key=lambda point: -point[0])
+    farthest = max([distance for distance, _ in points], default=0.0)
     # The two farthest points, and others at more than half of the largest distance.
     labels_of_points = [
         label
         for rank, (distance, label) in enumerate(points[:_MOST_NAMED])
-        if rank < _FEWEST_NAMED or 2 * distance > points[0][0]
+        if rank < _FEWEST_NAMED or 2 * distance > farthest
     ]
     for number, label in enumerate(labels_of_points):
         marker = "^" if label.y > top else "v" if label.y < bottom else "o"

@@ -19,11 +19,12 @@ import contextlib
 import os
 import stat
 import tempfile
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from contextlib import contextmanager
 from hashlib import blake2b
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.interrupts import uninterrupted
 from xckpt.storage.partial import alone
@@ -175,12 +176,11 @@ def reading_header(
         path /= blake2b(label.encode(), digest_size=20).hexdigest() + ".header"
         cached = _load(path, source, first)
     header = HeaderSource(source, ahead)
-    for start, data in [(0, first)] if cached is None else cached:
-        header.keep(start, data)
+    for segment in [Segment(0, first)] if cached is None else cached:
+        header.keep(segment)
     yield header
-    nbytes = sum(len(data) for _, data in header.segments)
     is_new = header.requests and header.complete
-    if path is not None and is_new and nbytes <= _LARGEST_ENTRY:
+    if path is not None and is_new and header.kept_nbytes <= _LARGEST_ENTRY:
         import msgpack
 
         version = repr((source.name, identity))
@@ -190,8 +190,20 @@ def reading_header(
             make_room(path.parent, _MOST_NBYTES)
 
 
-def _load(path: Path, source: Source, first: memoryview) -> list[tuple[int, memoryview]] | None:
-    """Return the cached offsets and bytes of a file; None if they do not begin with `first`."""
+class Segment(NamedTuple):
+    """A range of a file, whose bytes are in memory."""
+
+    start: int
+    data: memoryview
+
+    @property
+    def stop(self) -> int:
+        """Offset of the first byte after it."""
+        return self.start + len(self.data)
+
+
+def _load(path: Path, source: Source, first: memoryview) -> list[Segment] | None:
+    """Return the cached segments of a file; None if they do not begin with `first`."""
     content = read(path, 2 * _LARGEST_ENTRY)
     if content is None:
         return None
@@ -203,10 +215,13 @@ def _load(path: Path, source: Source, first: memoryview) -> list[tuple[int, memo
     magic, version, segments = msgpack.unpackb(entry)
     if (magic, version) != (_ENTRY_MAGIC, repr((source.name, source.identity))):
         return None
-    ranges = [(start, memoryview(data)) for start, data in segments]
-    start, data = ranges[0]
-    shared = min(len(data), len(first))
-    return ranges if start == 0 and data[:shared] == first[:shared] else None
+    cached = [Segment(start, memoryview(data)) for start, data in segments]
+    shared = min(len(cached[0].data), len(first))
+    is_same = cached[0].start == 0 and cached[0].data[:shared] == first[:shared]
+    return cached if is_same else None
+
+
+_START = attrgetter("start")
 
 
 class HeaderSource(Source):
@@ -217,25 +232,25 @@ class HeaderSource(Source):
     def __init__(self, source: Source, ahead: int = _AHEAD) -> None:
         self.source = source
         self.name, self.size, self.identity = source.name, source.size, source.identity
-        self.segments: list[tuple[int, memoryview]] = []
+        self.segments: list[Segment] = []
         self.requests = 0  # number of requests so far
         self.complete = True  # whether all bytes that were read are still in memory
         self._ahead = ahead // _GROWTH
         self._last = 0
 
-    def keep(self, start: int, data: memoryview) -> None:
-        """Keep a range in memory; it must not overlap the ranges in memory."""
-        if not len(data):
+    @property
+    def kept_nbytes(self) -> int:
+        """Number of bytes in memory."""
+        return sum(len(segment.data) for segment in self.segments)
+
+    def keep(self, segment: Segment) -> None:
+        """Keep a segment in memory; it must not overlap the segments in memory."""
+        if not len(segment.data):
             return
-        self.segments.append((start, data))
-        self.segments.sort(key=lambda segment: segment[0])
-        while (
-            sum(len(segment) for _, segment in self.segments) > _MOST_KEPT
-            and len(self.segments) > 1
-        ):
+        insort(self.segments, segment, key=_START)
+        while self.kept_nbytes > _MOST_KEPT and len(self.segments) > 1:
             # Keep later ranges: reads usually continue forwards.
-            drop = 0 if self.segments[0][0] != start else 1
-            self.segments.pop(drop)
+            self.segments.pop(0 if self.segments[0] is not segment else 1)
             self.complete = False
 
     def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
@@ -260,14 +275,14 @@ class HeaderSource(Source):
                 missing.append((start, nbytes))
                 end = start + nbytes
         for (start, _), data in zip(missing, self.source.read_ranges(missing), strict=True):
-            self.keep(start, memoryview(bytes(data)))
+            self.keep(Segment(start, memoryview(bytes(data))))
         self.requests += len(missing)
         return [self.read(start, nbytes) for start, nbytes in ranges]
 
     def _overlaps(self, start: int, stop: int) -> bool:
-        number = bisect_right(self.segments, start, key=lambda segment: segment[0])
+        number = bisect_right(self.segments, start, key=_START)
         neighbours = self.segments[max(number - 1, 0) : number + 1]
-        return any(first < stop and start < first + len(data) for first, data in neighbours)
+        return any(segment.start < stop and start < segment.stop for segment in neighbours)
 
     def sibling(self, name: str) -> Source:
         """Open another file next to this one, to read its header; see `Source.sibling`."""
@@ -281,22 +296,19 @@ class HeaderSource(Source):
         """Close the file; see `Source.close`."""
         self.source.close()
 
-    def _segment_at(self, position: int, stop: int) -> tuple[int, memoryview]:
+    def _segment_at(self, position: int, stop: int) -> Segment:
         """Return the segment with a position; if it is missing, read up to `stop` or further."""
-        number = bisect_right(self.segments, position, key=lambda segment: segment[0])
-        before = 0
-        if number:
-            start, data = self.segments[number - 1]
-            before = start + len(data)
-            if position < before:
-                return start, data
-        after = self.size if number == len(self.segments) else self.segments[number][0]
+        number = bisect_right(self.segments, position, key=_START)
+        before = self.segments[number - 1].stop if number else 0
+        if position < before:
+            return self.segments[number - 1]
+        after = self.size if number == len(self.segments) else self.segments[number].start
         start, end = self._widen(position, min(stop, after), before, after)
-        data = self.source.read(start, end - start)
+        segment = Segment(start, self.source.read(start, end - start))
         self.requests += 1
         self._last = end
-        self.keep(start, data)
-        return start, data
+        self.keep(segment)
+        return segment
 
     def _widen(self, start: int, stop: int, before: int, after: int) -> tuple[int, int]:
         """Widen a range by read-ahead, between the ends of the segments around it."""

@@ -420,6 +420,12 @@ class HubSource(ObjectSource):
         self.size, digest = hub.entry(place)
         self.identity = (self.size, ("sha", digest))
 
+    @property
+    def _digest(self) -> str:
+        identity: Any = self.identity
+        _, (_, digest) = identity
+        return str(digest)
+
     def reading_header(self) -> AbstractContextManager[Source]:
         """Return a source with read-ahead and a cache; see `Source.reading_header`."""
         options = {key: v for key, v in self.storage_options.items() if key != "token"}
@@ -435,14 +441,13 @@ class HubSource(ObjectSource):
 
         An answer to the same step of a request must not lack what an earlier one had.
         """
-        identity: Any = self.identity
         expected = {
             "X-Repo-Commit": HubPath.parse(self.name).revision,
             "X-Linked-Size": str(self.size),
-            "X-Linked-ETag": identity[1][1],
+            "X-Linked-ETag": self._digest,
         }
         names = {name for name in expected if name in headers}
-        earlier = _versions.get((self.name, identity, step), lambda: frozenset(names))
+        earlier = _versions.get((self.name, self.identity, step), lambda: frozenset(names))
         for name in sorted(earlier - names):
             raise changed(self.name, f"its {name} was {shown(expected[name])} and is missing now")
         for name, before in expected.items():
@@ -454,10 +459,9 @@ class HubSource(ObjectSource):
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
         """Request a range, or all of a small file that is in git itself; see `RemoteSource`."""
-        identity: Any = self.identity
-        if self.size > _LARGEST_IN_GIT or len(identity[1][1]) != _LENGTH_OF_GIT_ID:
+        if self.size > _LARGEST_IN_GIT or len(self._digest) != _LENGTH_OF_GIT_ID:
             return super()._get(offset, nbytes)
-        body = _small.get((self.name, identity), self._whole)
+        body = _small.get((self.name, self.identity), self._whole)
         if body is None:
             return super()._get(offset, nbytes)
         return memoryview(body)[offset : offset + nbytes]

@@ -83,7 +83,7 @@ def _complex(data: bytes, version: int, kind: int, size: int) -> tuple[Element, 
         member, nbytes = _element(data[place:], 1)
         place += nbytes
         members.append((name, at, member))
-    real = members[0][2]
+    _, _, real = members[0]
     dtype = f"complex{16 * real.nbytes}"
     is_pair = kind == 11 or members == [(b"r", 0, real), (b"i", real.nbytes, real)]
     is_complex = is_pair and size == 2 * real.nbytes and (real.dtype or "").startswith("float")

@@ -22,7 +22,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.elements import ELEMENT_TYPES, NUMPY_CODES
 from xckpt.errors import FormatError, UnsupportedError, shown
@@ -137,11 +137,11 @@ def _version_3(fields: Mapping[str, Any]) -> Array:
     names = names if type(names) is list and len(names) == len(shape) else []
     dims = tuple([name if type(name) is str and name else None for name in names])
     codecs, options = _codecs(fields.get("codecs")), {}
-    if codecs and codecs[0][0] == "sharding_indexed":
+    if codecs and codecs[0].name == "sharding_indexed":
         if len(codecs) > 1:
             raise UnsupportedError("compressed shards are unsupported", rule="Codec", hint=_HINT)
-        options = _shard(codecs[0][1], chunk)
-        codecs = _codecs(codecs[0][1].get("codecs"))
+        options = _shard(codecs[0].configuration, chunk)
+        codecs = _codecs(codecs[0].configuration.get("codecs"))
     byteorder: Literal["little", "big"] = "little"
     is_fortran, encoding = False, None
     for name, configuration in codecs:
@@ -166,7 +166,7 @@ def _shard(configuration: Mapping[str, Any], chunk: Shape) -> dict[str, Any]:
     if not is_grid or any(n % m for n, m in zip(chunk, inner, strict=True)):
         reason = f"inner chunks of {list(inner)} do not divide chunks of {list(chunk)}"
         raise FormatError(reason, rule="Chunks")
-    index = [name for name, _ in _codecs(configuration.get("index_codecs"))]
+    index = [codec.name for codec in _codecs(configuration.get("index_codecs"))]
     if index not in (["bytes"], ["bytes", "crc32c"]):
         reason = f"an index of shards by {shown(str(index))} is unsupported"
         raise UnsupportedError(reason, rule="Codec", hint=_HINT)
@@ -174,12 +174,20 @@ def _shard(configuration: Mapping[str, Any], chunk: Shape) -> dict[str, Any]:
     return {"inner": inner, "has_crc": len(index) > 1, "is_index_first": is_first}
 
 
-def _codecs(value: Any) -> list[tuple[str, dict[str, Any]]]:
+class _Codec(NamedTuple):
+    """A step of the encoding of chunks."""
+
+    name: str
+    configuration: dict[str, Any]
+
+
+def _codecs(value: Any) -> list[_Codec]:
     if type(value) is not list or len(value) > 16:
         raise kit.mistyped("codecs", value, "a list")
     codecs = [kit.mapping("a codec", codec) for codec in value]
     return [
-        (str(c.get("name")), kit.mapping("a codec", c.get("configuration") or {})) for c in codecs
+        _Codec(str(c.get("name")), kit.mapping("a codec", c.get("configuration") or {}))
+        for c in codecs
     ]
 
 

@@ -348,10 +348,11 @@ class _FolderReader:
         fields = dict.fromkeys([field for group in groups[0] for field in group])
         for field in islice(fields, _MOST_FIELDS):
             values = [[group.get(field) for group in rank] for rank in groups]
-            tensor = ranks[0].tensor(values[0][0], f"optimizer.{key_text(field)}")
-            if values[0][0] is not None and (tensor is None or not tensor.ndim):
+            first = values[0][0]  # of the first group of the first rank
+            tensor = ranks[0].tensor(first, f"optimizer.{key_text(field)}")
+            if first is not None and (tensor is None or not tensor.ndim):
                 # A number for all parameters, such as the number of steps.
-                objects = ranks[0].walk(values[0][0], ("optimizer", key_text(field)))
+                objects = ranks[0].walk(first, ("optimizer", key_text(field)))
                 self.tensors |= objects.tensors
                 self.attrs |= objects.attrs
                 continue
