@@ -351,20 +351,20 @@ def _tensors(shards: Sequence[ListedShard]) -> dict[str, Tensor]:
     times = Counter(record.name for shard in shards for record in shard.records)
     in_groups = len(times) < times.total()
     tensors = {}
-    for rank, records, _, offsets, file, missing in shards:
-        attrs = {"rank": rank}
-        for number, record in enumerate(records):
+    for shard in shards:
+        attrs = {"rank": shard.rank}
+        for number, record in enumerate(shard.records):
             name, dtype, shape, nbytes = record
-            variable = variable_name(name, rank, repeated=times[name] > 1)
+            variable = variable_name(name, shard.rank, repeated=times[name] > 1)
             problem: CheckpointError | None = None if record.fits else record.size_error()
             if nbytes or problem:
-                problem = missing or problem
+                problem = shard.problem or problem
             parts = {}
             if not problem:
-                # A tensor without elements needs no data.
-                offset = offsets[number] if missing is None else 0
-                shard = file if missing is None else None
-                parts = {"data": Part(dtype, shape, offset, nbytes, shard=shard)}
+                has_data = shard.problem is None  # a tensor without elements needs none
+                offset = shard.offsets[number] if has_data else 0
+                file = shard.file if has_data else None
+                parts = {"data": Part(dtype, shape, offset, nbytes, shard=file)}
             tensors[variable] = Tensor(
                 variable,
                 dtype,
@@ -372,7 +372,7 @@ def _tensors(shards: Sequence[ListedShard]) -> dict[str, Tensor]:
                 parts,
                 attrs=attrs if variable == name else {**attrs, "name": name},
                 problem=problem,
-                path=(f"rank_{rank}", *name.split(".", _DEEPEST)) if in_groups else None,
+                path=(f"rank_{shard.rank}", *name.split(".", _DEEPEST)) if in_groups else None,
             )
     return tensors
 

@@ -28,7 +28,7 @@ import binascii
 from copy import copy
 from dataclasses import replace
 from errno import ENAMETOOLONG
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
 from xckpt.errors import (
@@ -122,6 +122,14 @@ def _joined(
 _MAPS = {bytes([code]) for code in (*range(0x80, 0x90), 0xDE, 0xDF)}
 
 
+class _Tree(NamedTuple):
+    """The values of an item."""
+
+    paths: dict[str, Path]  # of arrays in folders or in the database, by name
+    attrs: dict[str, Any]
+    tensors: dict[str, Tensor]  # in the msgpack file
+
+
 class _Folder:
     """A folder of an item, at `prefix` in the folder of `source`."""
 
@@ -212,21 +220,22 @@ class _Folder:
         manifest = source if is_database else self._optional(self._prefix + _MANIFEST)
         database = ocdbt.read(manifest, self._prefix, self._open) if manifest is not None else None
         metadata = self._metadata(source if b'"tree_metadata"' in head else None)
-        paths, attrs, raw = self._tree(metadata, source, head)
+        tree = self._tree(metadata, source, head)
+        paths = tree.paths
         if kit.file_name(source.name) in zarr.DOCUMENTS:
             paths = {_ONLY_ARRAY: ()}
         values = self._folders(paths) if database is None else database
         is_complete = bool(metadata.get("store_array_data_equal_to_fill_value"))
         store = zarr.Store(values, self._open, is_complete=is_complete)
-        tensors = self._tensors(paths, values, store) | raw
-        tensors = self._described(tensors)
+        tensors = self._described(self._tensors(paths, values, store) | tree.tensors)
         used = {part.shard for tensor in tensors.values() for part in tensor.parts.values()}
         shards = {
             name: Shard(file.size, None, (name,))
             for name, file in self._files.items()
             if file is not None and name in used
         }
-        return kit.index_of(format, self._source, tensors, attrs, notes=self._notes, shards=shards)
+        notes = self._notes
+        return kit.index_of(format, self._source, tensors, tree.attrs, notes=notes, shards=shards)
 
     def _metadata(self, source: Readable | None) -> Mapping[str, Any]:
         file = source or self._optional(self._prefix + _TREE)
@@ -237,10 +246,8 @@ class _Folder:
             raise FormatError(f"{_TREE} has no map 'tree_metadata'", offset=0, rule="Metadata")
         return metadata
 
-    def _tree(
-        self, metadata: Mapping[str, Any], source: Readable, head: bytes
-    ) -> tuple[dict[str, Path], dict[str, Any], dict[str, Tensor]]:
-        """Return the paths of arrays by name, attributes, and tensors that are in another file."""
+    def _tree(self, metadata: Mapping[str, Any], source: Readable, head: bytes) -> _Tree:
+        """Return what the metadata list, or the msgpack file of old versions."""
         if not metadata:
             return self._old_tree(source if head[:1] in _MAPS else None)
         custom = metadata.get("custom_metadata")
@@ -263,21 +270,18 @@ class _Folder:
                 if name in places:
                     self._notes.add("two paths have this name, and one array", shown(name))
                 places.setdefault(name, path)
-        return paths, *self._aggregated(elsewhere, attrs)
+        tree = _Tree(paths, attrs, {})
+        self._add_aggregated(tree, elsewhere)
+        return tree
 
-    def _aggregated(
-        self, paths: Mapping[str, Path], attrs: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return attributes and tensors with the values that are in the msgpack file."""
-        if not paths:
-            return attrs, {}
-        _, values, stored = self._old_tree(None)
-        tensors: dict[str, Tensor] = {}
+    def _add_aggregated(self, tree: _Tree, paths: Mapping[str, Path]) -> None:
+        """Add the attributes and tensors whose values are in the msgpack file."""
+        aggregated = self._old_tree(None) if paths else _Tree({}, {}, {})
         for name, path in paths.items():
-            if name in stored:
-                tensors[name] = stored[name]
-            elif name in values:
-                attrs[name] = values[name]
+            if name in aggregated.tensors:
+                tree.tensors[name] = aggregated.tensors[name]
+            elif name in aggregated.attrs:
+                tree.attrs[name] = aggregated.attrs[name]
             else:
                 reason = f"its value is not in the file {shown(self._prefix + _OLD_TREE)}"
                 problem = MissingShardError(
@@ -288,34 +292,29 @@ class _Folder:
                     rule="Missing",
                     hint="Copy the whole folder",
                 )
-                tensors[name] = Tensor(name, "unknown", (), {}, problem=problem, path=path)
-        return attrs, tensors
+                tree.tensors[name] = Tensor(name, "unknown", (), {}, problem=problem, path=path)
 
-    def _old_tree(
-        self, source: Readable | None
-    ) -> tuple[dict[str, Path], dict[str, Any], dict[str, Tensor]]:
-        """Return the same from the msgpack file of old versions, as the format flax reads it."""
+    def _old_tree(self, source: Readable | None) -> _Tree:
+        """Return what the msgpack file of old versions has, as the format flax reads it."""
+        tree = _Tree({}, {}, {})
         file = source or self._optional(self._prefix + _OLD_TREE)
         if file is None:
-            return {}, {}, {}
+            return tree
         index = formats.get("flax").read(file)
-        paths: dict[str, Path] = {}
-        attrs: dict[str, Any] = {}
         for key, value in index.attrs.items():
             if type(value) is str and value.startswith(_PLACEHOLDER):
-                paths[value.removeprefix(_PLACEHOLDER)] = tuple(key.split("/"))
+                tree.paths[value.removeprefix(_PLACEHOLDER)] = tuple(key.split("/"))
             elif value is not None:
-                attrs[key.replace("/", ".")] = value
+                tree.attrs[key.replace("/", ".")] = value
         label = self._prefix + _OLD_TREE
-        tensors = {}
         for tensor in index.tensors.values():
             path = tensor.path or (tensor.name,)
             parts = dict(tensor.parts)
             if file is not self._source:
                 self._files[label] = file
                 parts = {role: replace(part, shard=label) for role, part in parts.items()}
-            tensors[".".join(path)] = replace(tensor, name=".".join(path), parts=parts)
-        return paths, attrs, tensors
+            tree.tensors[".".join(path)] = replace(tensor, name=".".join(path), parts=parts)
+        return tree
 
     def _folders(self, names: Iterable[str]) -> dict[bytes, Value]:
         """Return the files of arrays that are folders, like the values of a database."""
