@@ -156,14 +156,14 @@ class Mlcp(Format):
             reason = f"the file begins {magic!r}, expected {CHECKPOINT_MAGIC!r} or metadata in JSON"
             note = "The magic is written as a little-endian integer" if magic == b"MLCP" else None
             raise FormatError(reason, offset=0, rule="Magic", hint=note)
-        version, stated, position, shards, expected, unread_nbytes = listed
-        warnings = _warnings(stated, shards, unread_nbytes)
+        stated, position, shards = listed.stated, listed.payload, listed.shards
+        warnings = _warnings(stated, shards, listed.unread_nbytes)
         files: dict[str, Shard] = {}
         if position == "none":
-            position, shards, files = _look_for_data(source, shards, expected, warnings)
+            position, shards, files = _look_for_data(source, shards, listed.expected, warnings)
         attrs = {**stated.fields, "payload": position, "metadata_json": stated.text}
         size, notes, tensors = source.size, tuple(warnings), _tensors(shards)
-        index = Index(self.name, version, tensors, attrs, source.name, size, files, notes)
+        index = Index(self.name, listed.version, tensors, attrs, source.name, size, files, notes)
         keys = (kit.DIMS_KEY, kit.ARRANGEMENT_KEY)
         return kit.with_arrangement(index, {key: stated.custom_field(key) for key in keys})
 
