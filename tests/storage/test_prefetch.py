@@ -134,6 +134,17 @@ class TestScans:
         of_file = [request for request in web.requests if request[1] == "/m.zt"]
         assert len(of_file) <= (4 if scan is SCANS["compare"] else 3)
 
+    def test_small_tensors_share_requests_in_whatever_order_dask_has(self, tmp_path: Path) -> None:
+        large = {f"{n}.w": np.ones((2, REQUEST // 4), "f4") for n in range(40)}
+        small = {f"{n // 10}.b.{n % 10}": np.ones(9, "f4") for n in range(400)}
+        xckpt.save({**large, **small}, tmp_path / "m.safetensors")
+        data = (tmp_path / "m.safetensors").read_bytes()
+        with WebServer(**{"m.safetensors": data}) as web:
+            ds = xckpt.open(f"{web.url}/m.safetensors")
+            web.requests.clear()
+            ds.compute()
+            assert len(web.gets) < len(data) // REQUEST * 2
+
     def test_computed_arrays_are_writable(self, web: WebServer) -> None:
         ds = opened(web)
         first, second = ds.compute(), ds.compute()

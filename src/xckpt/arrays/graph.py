@@ -600,9 +600,13 @@ class _ReadingAhead(Callback):
         self._under_way: dict[int, ExitStack] = {}
 
     def _start_state(self, graph: Mapping[Any, Any], state: Mapping[str, Any]) -> None:
+        ranges = {key: list(_ranges(graph[key])) for key in state["ready"]}
+        if not any(state["dependents"].values()):
+            # dask's order is random then. In the order of files, near ranges share requests.
+            state["ready"].sort(key=lambda key: _first_place(ranges[key]), reverse=True)
         keys = state["ready"][::-1]  # dask runs the last one first
         stack = ExitStack()
-        stack.enter_context(reading_ahead(chain.from_iterable(_ranges(graph[key]) for key in keys)))
+        stack.enter_context(reading_ahead(chain.from_iterable(ranges[key] for key in keys)))
         self._under_way[id(state)] = stack
 
     def _finish(self, _: Mapping[Any, Any], state: Mapping[str, Any], is_failed: bool) -> None:  # noqa: FBT001  dask's
@@ -615,6 +619,11 @@ class _ReadingAhead(Callback):
 
 
 _reading_ahead = _ReadingAhead()
+
+
+def _first_place(ranges: list[Range]) -> tuple[str, int]:
+    """Return the name of the file and the offset of the first of some ranges."""
+    return (ranges[0][0].name, ranges[0][1]) if ranges else ("", 0)
 
 
 def _ranges(task: Any) -> Iterator[Range]:
