@@ -10,11 +10,13 @@ import gc
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from difflib import get_close_matches
+from functools import wraps
 from math import prod
 from posixpath import commonprefix
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, TypeVar, cast
 
 from xckpt.errors import Cause, CheckpointError, causes_of, some
 
@@ -90,6 +92,25 @@ def code_findings(executes: Sequence[str], imports: Sequence[str]) -> tuple[Code
     return tuple(findings)
 
 
+def _set_quickly(cls: type[T]) -> type[T]:
+    """Make objects of a frozen dataclass with slots in less than half the time."""
+    # `__init__` of a frozen class calls a function for each field. Here an object gets its fields
+    # while it is one of a class that is not frozen.
+    names: list[Any] = [(f.name, f.type, copy(f)) for f in fields(cast("Any", cls))]
+    unfrozen: Any = make_dataclass(cls.__name__, names, slots=True)
+    set_attribute, set_fields = object.__setattr__, unfrozen.__init__
+
+    @wraps(cls.__init__)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        set_attribute(self, "__class__", unfrozen)
+        set_fields(self, *args, **kwargs)
+        self.__class__ = cls
+
+    cast("Any", cls).__init__ = init
+    return cls
+
+
+@_set_quickly
 @dataclass(frozen=True, slots=True)
 class Part:
     """One array of a tensor: a contiguous byte range of a file.
@@ -273,6 +294,7 @@ class Codebook:
     offset: float = 0.0
 
 
+@_set_quickly
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor of a checkpoint: its name, type and shape, and the parts that store it.

@@ -121,18 +121,19 @@ class Safetensors(Format):
         if type(attrs) is not dict or not all(type(text) is str for text in attrs.values()):
             raise _broken("'__metadata__' must map text to text")
         by_name = kit.read_each(entries.items(), partial(_tensor, end))
-        ordered = sorted(by_name.values(), key=lambda t: (t.parts["data"].offset, t.nbytes))
-        for tensor in ordered:
-            offset = tensor.parts["data"].offset
+        parts = {name: tensor.parts["data"] for name, tensor in by_name.items()}
+        ordered = sorted(parts, key=lambda name: (parts[name].offset, parts[name].nbytes))
+        for name in ordered:
+            offset = parts[name].offset
             if offset != end:
                 reason = f"data begin at byte {offset}, but the previous tensor ends at byte {end}"
-                raise _broken(reason, "InvalidOffset").located(tensor=tensor.name)
-            end += tensor.nbytes
+                raise _broken(reason, "InvalidOffset").located(tensor=name)
+            end += parts[name].nbytes
         if end < source.size:
             reason = f"data end at byte {end}, but the file has {source.size} bytes"
             hint = f"The tensors are intact: cut the file to {end} bytes to read them"
             raise _broken(reason, _INCOMPLETE, hint=hint)
-        tensors = {tensor.name: tensor for tensor in ordered}
+        tensors = {name: by_name[name] for name in ordered}
         if end > source.size:  # an interrupted download: the first tensors can be read
             tensors = kit.with_cut_data(tensors, source.size, _INCOMPLETE)
         tensors = _chunks(tensors, kit.json_object(attrs.pop(_SHARDING, "{}")))
@@ -274,10 +275,14 @@ def _chunks(tensors: dict[str, Tensor], info: Mapping[str, Any]) -> dict[str, Te
 
 
 def _sizes(field: str, value: Any, most: int) -> tuple[int, ...]:
-    sizes = value if type(value) is list else [None]
-    if len(sizes) > most or [n for n in sizes if type(n) is not int or not 0 <= n <= kit.LARGEST]:
-        raise _broken(f"{field!r} must have at most {most} integers from 0 to {kit.LARGEST}")
-    return tuple(sizes)
+    # A loop, because it runs twice for every tensor of a file, and a list of errors takes longer.
+    if type(value) is list and len(value) <= most:
+        for size in value:
+            if type(size) is not int or not 0 <= size <= kit.LARGEST:
+                break
+        else:
+            return tuple(value)
+    raise _broken(f"{field!r} must have at most {most} integers from 0 to {kit.LARGEST}")
 
 
 def _nbytes(tensor: WantedTensor) -> int:
