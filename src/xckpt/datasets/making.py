@@ -75,7 +75,7 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     groups = _GroupMaker(maker, coords, axes_of(index), StackMarks())
     group = groups.make(arrays, arrays, names, suggested)
     names.warn_of_refused(source.name)
-    ds = xr.Dataset(group.variables, group.coords)
+    ds = assemble_dataset(group.variables, group.coords)
     ds.encoding = _encoding_of_dataset(listing, group.dropped_attrs)
     if listing.file_order != listing.flat_order:
         ds.encoding["file_order"] = listing.file_order

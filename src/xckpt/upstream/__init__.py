@@ -21,7 +21,7 @@ array                                          memory, because chunks are read i
                                                10,000: two fifths
 state of dask's scheduler: ``ready``           remote reading: ahead of the tasks
 `Dataset._construct_direct` and ``_indexes``,  `open_datatree`: a twentieth of the time;
-slots of `DataTree`                            `stats`: results without another look at them
+slots of `DataTree`                            opening and `stats`: no other look at variables
 =============================================  ==================================================
 
 `Variable._data` has no public alternative: `Variable.data` reads lazy data. A `Variable` without
