@@ -130,6 +130,9 @@ def open(  # noqa: A001  as gzip.open and others
         engine = format_of(
             path, keywords["storage_options"]
         )  # which has the option, or raises an error
+    if engine is None and not others and keywords["dask"]:
+        # xarray would wrap and copy each variable, which only its own options need.
+        return cast("Dataset", DetectingBackend().open_dataset(source, **keywords))
     ds = xr.open_dataset(source, engine=engine or DetectingBackend, **keywords, **others)
     return cast("Dataset", ds)
 
