@@ -44,9 +44,9 @@ import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from xckpt.elements import NUMPY_CODES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
@@ -184,9 +184,14 @@ def _read_head(content: archive.Content | kit.Cursor) -> _Head:
     if nbytes > _LONGEST_TEXT:
         reason = f"{_HEAD} has {nbytes} bytes, more than {_LONGEST_TEXT}"
         raise UnsupportedError(reason, rule="Head")
-    data = content.take(nbytes, _HEAD)
+    return _parsed(bytes(content.take(nbytes, _HEAD)), is_utf8=version == b"\3\0")
+
+
+@lru_cache(maxsize=64)  # layers repeat their headers
+def _parsed(data: bytes, *, is_utf8: bool) -> _Head:
+    """Parse the text of a header."""
     try:
-        text = data.decode("utf-8" if version == b"\3\0" else "latin-1").strip()
+        text = data.decode("utf-8" if is_utf8 else "latin-1").strip()
         fields = _LITERAL.fullmatch(text) and ast.literal_eval(re.sub(r"(\d)L", r"\1", text))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise FormatError(f"{_HEAD} does not parse: {shown(str(data))}", rule="Head") from error
@@ -243,14 +248,12 @@ def _tensor(name: str, head: _Head, content: Part) -> Tensor:
         reason = f"the elements have {head.nbytes} bytes, but only {available} follow"
         cut = FormatError(reason, offset=content.offset, rule="Truncated", hint=kit.CUT)
         return Tensor(name, dtype, head.shape, {"data": content}, problem=cut.located(tensor=name))
+    changes: dict[str, Any] = {"dtype": dtype, "shape": head.shape}
+    changes["byteorder"] = "big" if head.descr[0] == ">" else "little"
+    changes["nbytes" if content.encoding is None else "decoded_nbytes"] = head.nbytes
     if head.nbytes < available:
-        content = replace(content, digest=None, within=content)
-    if content.encoding is None:
-        content = replace(content, nbytes=head.nbytes)
-    else:
-        content = replace(content, decoded_nbytes=head.nbytes)
-    byteorder: Literal["little", "big"] = "big" if head.descr[0] == ">" else "little"
-    part = replace(content, dtype=dtype, shape=head.shape, byteorder=byteorder)
+        changes |= {"digest": None, "within": content}
+    part = replace(content, **changes)
     return Tensor(name, dtype, head.shape, {"data": part}, order="F" if head.is_fortran else "C")
 
 
