@@ -261,7 +261,8 @@ class ExactElements(_SketchedElements):
         # Sort by tensor and value; equal values stay in the order of their codes.
         order = np.flatnonzero(np.isfinite(values))
         keys = pool.owner[order] << kind.code_bits | _order(kind.name)[pool.codes[order]]
-        self.pool = finite = pool.take(order[np.argsort(keys)])
+        # The codes of a tensor are two runs, of which a stable sort makes use.
+        self.pool = finite = pool.take(order[np.argsort(keys, kind="stable")])
         self.values = values = kind.values[finite.codes]
         is_new = (np.diff(values, prepend=math.nan) != 0) | (np.diff(finite.owner, prepend=-1) != 0)
         self.unique = pool.sums(is_infinite) + finite.sums(is_new)
@@ -333,7 +334,9 @@ def _power_sums(
     significands, exponents = _integers(kind.name)
     exponent = exponents[codes]
     # Values ascend, so they form runs with the same exponent.
-    starts = np.union1d(first, np.flatnonzero(exponent[1:] != exponent[:-1]) + 1)
+    is_start = np.diff(exponent, prepend=exponent[0]) != 0
+    is_start[first] = True
+    starts = np.flatnonzero(is_start)
     units = np.minimum.reduceat(exponent, first)
     groups = np.searchsorted(starts, np.append(first, len(codes)))
     shifts = (exponent[starts] - np.repeat(units, np.diff(groups))).tolist()
