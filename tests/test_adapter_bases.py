@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import xckpt
-from xckpt.errors import CheckpointWarning
+from xckpt.errors import CheckpointWarning, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -90,8 +91,8 @@ def llama() -> Tensors:
 
 def in_pairs(name: str, rows: Array) -> Array:
     """Return the rows of queries and keys as llama.cpp orders those of llama."""
-    for end, heads in (("q_proj.weight", HEADS), ("k_proj.weight", HEADS_KV)):
-        if name.endswith(end):
+    for module, heads in (("q_proj", HEADS), ("k_proj", HEADS_KV)):
+        if name.endswith((f"{module}.weight", f"{module}.bias")):
             halves = rows.reshape(heads, 2, len(rows) // heads // 2, -1)
             return halves.swapaxes(1, 2).reshape(rows.shape)
     return rows
@@ -217,6 +218,72 @@ class TestLanguageModels:
         other[ADAPTED[0]][5, 3] += np.float32(0.01)
         table = table_of(in_gguf(base, "llama"), in_gguf(other, "llama"), by_peft(""))
         assert table.loc["blk.0.attn_q.weight", "outcome"] == "changed"
+
+
+class TestMerging:
+    """`merge` finds the tensors as `compare` does, and puts rows into the order of the model."""
+
+    @pytest.mark.parametrize("kind", TYPES)
+    @pytest.mark.parametrize("container", ["with config", "GGUF"])
+    @pytest.mark.parametrize("writer", ADAPTERS)
+    def test_every_adapter_is_merged_into_every_container(
+        self, writer: str, container: str, kind: str
+    ) -> None:
+        base, wrap = llama(), CONTAINERS[container]
+        expected = wrap(merged(base, {name: name for name in ADAPTED}), kind)
+        result = wrap(base, kind).ckpt.merge(ADAPTERS[writer](kind))
+        for name in expected:
+            np.testing.assert_allclose(result[name], expected[name], rtol=1e-6, atol=1e-7)
+
+    @pytest.mark.parametrize("change", ["dora", "bias", "saved", "update", "loha"])
+    def test_every_change_of_rows_has_their_order(self, change: str) -> None:
+        name = ADAPTED[1]
+        base = llama() | {name.replace("weight", "bias"): numbers(EMBD // 2, seed="bias")}
+        weight, module = base[name], f"base_model.model.{name.removesuffix('.weight')}"
+        a, b = factors("k", *weight.shape)
+        total, extra = weight + b @ a, numbers(EMBD // 2, seed=change)
+        tensors: Tensors = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        new = {name: total}
+        if change == "dora":
+            tensors[f"{module}.lora_magnitude_vector"] = extra
+            new[name] = total * (extra / np.linalg.norm(total, axis=1))[:, None]
+        elif change == "bias":
+            tensors[f"{module}.lora_B.bias"] = extra
+            new[name.replace("weight", "bias")] = base[name.replace("weight", "bias")] + extra
+        elif change == "saved":
+            other = name.replace("layers.0", "layers.1")
+            tensors[f"base_model.model.{other}"] = new[other] = base[other][::-1]
+        elif change == "update":
+            tensors = {name: b @ a}
+        elif change == "loha":
+            tensors = {
+                f"{module}.hada_w{n}_{x}": y
+                for n in "12"
+                for x, y in zip("ab", (b, a), strict=True)
+            }
+            new[name] = weight + (b @ a) ** 2
+        config = {"peft_type": "LOHA" if change == "loha" else "LORA", "r": RANK}
+        config |= {"alpha": RANK, "lora_alpha": RANK, "use_dora": change == "dora"}
+        adapter = xckpt.open(tensors).assign_attrs(adapter_config=config)
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always", CheckpointWarning)
+            result = in_gguf(base, "llama").ckpt.merge(adapter, scale=1)
+        expected = in_gguf(base | new, "llama")
+        for key in expected:
+            np.testing.assert_allclose(result[key], expected[key], rtol=1e-5, atol=1e-6)
+
+    def test_an_unknown_order_of_rows_is_an_error(self) -> None:
+        base = in_gguf(llama(), "qwen2")
+        base.attrs = {
+            key.replace("qwen2", "new"): "new" if value == "qwen2" else value
+            for key, value in base.attrs.items()
+        }
+        with pytest.raises(UnsupportedError, match="may have the rows of its heads in another"):
+            base.ckpt.merge(by_peft("base_model.model."))
+
+    def test_an_order_without_a_number_of_heads_is_an_error(self) -> None:
+        with pytest.raises(UnsupportedError, match="order than the adapter, and states no number"):
+            xckpt.open(by_meta(llama(), "")).ckpt.merge(by_peft("base_model.model."))
 
 
 def fused(tensors: Tensors) -> Tensors:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.lazy import dense_values
+from xckpt.datasets.adapter_updates import rotary_order
 from xckpt.formatting import counted
 
 if TYPE_CHECKING:
@@ -146,9 +147,7 @@ class RopePermuted(Permutation):
         return f"{self.lines} permuted as for rotary embeddings ({heads})"
 
     def positions(self, length: int) -> Array:
-        half = length // self.heads // 2
-        head = (half, 2) if self.undone else (2, half)
-        return np.arange(length).reshape(self.heads, *head).swapaxes(1, 2).reshape(-1)
+        return rotary_order(length, self.heads, is_undone=self.undone)
 
     def inverse(self) -> RopePermuted:
         return RopePermuted(self.axis, self.heads, not self.undone)

@@ -90,6 +90,13 @@ def _whole(matrices: Mapping[str, Any], name: str) -> Any:
     return matrices[f"{name}_a"] @ matrices[f"{name}_b"]
 
 
+def rotary_order(count: int, heads: int, *, is_undone: bool) -> Array:
+    """Return the old number of each row if the halves of heads alternate, or no longer do."""
+    half = count // heads // 2
+    head = (half, 2) if is_undone else (2, half)
+    return np.arange(count).reshape(heads, *head).swapaxes(1, 2).reshape(-1)
+
+
 def factors_of(adapter: Adapter, tensors: OpenTensors, scale: float) -> Factors:
     """Return the factors of an adapter, unread."""
     matrices = matrices_of(adapter, tensors)

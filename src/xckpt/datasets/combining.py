@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter, defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import dask
@@ -20,7 +20,7 @@ import xarray as xr
 
 from xckpt.arrays.graph import checkpoints_in, is_computed, lazies_in, with_blocks, with_values
 from xckpt.arrays.keys import normalize, result_shape
-from xckpt.datasets.adapter_updates import matrices_of, update_rows
+from xckpt.datasets.adapter_updates import matrices_of, rotary_order, update_rows
 from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
 from xckpt.datasets.stacking import replace_tensors, unstack_modules
@@ -131,8 +131,8 @@ def _matches(
     problems = {
         f"{name}: {problem}"
         for name, of_tensor in pairs.items()
-        for _, counterpart in of_tensor
-        if (problem := _problem(counterpart))
+        for adapter, counterpart in of_tensor
+        if (problem := _problem(adapter, counterpart))
     }
     if problems:
         reasons = "; ".join(sorted(problems)[:_MOST_PROBLEMS])
@@ -141,7 +141,7 @@ def _matches(
     for name, of_tensor in pairs.items():
         ordered = sorted(of_tensor, key=lambda pair: pair[1].is_tied)
         of_name = matches.get(name, []) + [
-            a.turned() if a.is_turned(shapes[name], c) else a for a, c in ordered
+            _fitted(adapter, shapes[name], counterpart) for adapter, counterpart in ordered
         ]
         if of_name[0].kind == "update":  # which has its own tensor, or is of a tied one
             update, *heads = of_name
@@ -157,12 +157,28 @@ def _are_equal(a: Adapter, b: Adapter, changes: OpenTensors) -> bool:
     return first.shape == second.shape and bool((first == second).all().compute())
 
 
-def _problem(counterpart: Counterpart) -> str:
-    """Return why a tensor and its adapter have different rows; empty if they have the same."""
+def _fitted(adapter: Adapter, shape: tuple[int, ...], counterpart: Counterpart) -> Adapter:
+    """Return an adapter with the axes, and the order of rows, of a tensor of the model."""
+    if adapter.is_turned(shape, counterpart):
+        return adapter.turned()
+    if counterpart.is_permuted:
+        return replace(adapter, heads=counterpart.heads, is_undone=counterpart.is_undone)
+    return adapter
+
+
+def _problem(adapter: Adapter, counterpart: Counterpart) -> str:
+    """Return why the rows of an adapter are not known in a tensor; empty if they are."""
     if counterpart.problem:
         return counterpart.problem
-    if counterpart.is_permuted is not False:
+    if counterpart.is_permuted is None:
         return "the model may have the rows of its heads in another order than the adapter"
+    if counterpart.is_permuted:
+        problem = "the model has the rows of its heads in another order than the adapter"
+        if not counterpart.heads:
+            return f"{problem}, and states no number of heads"
+        rows = adapter.shape[0] if adapter.shape else 0
+        if adapter.out_axis or rows % (2 * counterpart.heads):
+            return f"{problem}, whose update has {rows:,} rows"
     if counterpart.slot or counterpart.split[1]:
         return "the model fuses other tensors than the adapter"
     return ""
@@ -279,39 +295,48 @@ class _Change:
         stated = 1.0 if self.adapter.scale is None else self.adapter.scale
         return stated * (1.0 if self.scale is None else self.scale)
 
+    @property
+    def rows(self) -> Any:
+        """Rows of the adapter in the order of the tensor."""
+        adapter = self.adapter
+        if not adapter.heads:
+            return slice(None)
+        return rotary_order(adapter.shape[0], adapter.heads, is_undone=adapter.is_undone)
+
     def read(self, purpose: str) -> Any:
         """Return a tensor of the adapter."""
         return _wide(self.tensors.variable(self.adapter.tensors[purpose]).data)
 
     def apply(self, weight: Any) -> Any:
         """Return the merged tensor."""
-        adapter = self.adapter
+        adapter, rows = self.adapter, self.rows
         if adapter.kind == "saved":
-            return self.read("value")
+            return self.read("value")[rows]
         if adapter.kind in {"rows", "ia3"}:
             (value,) = map(self.read, adapter.tensors)
             if adapter.kind == "ia3":
-                return weight * value.reshape(adapter.shape)
+                factors = value.reshape(adapter.shape)
+                return weight * (factors[rows] if len(factors) > 1 else factors)
             return da.concatenate([weight, value])[_replaced(len(weight), adapter.rows)]
         if not adapter.is_product:
             value = self.read("value")
-            value = value if self.axes is None else value.transpose(self.axes)
+            value = (value if self.axes is None else value.transpose(self.axes))[rows]
             return weight + (value if self.factor == 1 else value * value.dtype.type(self.factor))
         matrices = matrices_of(adapter, self.tensors)
         if "left" in matrices:
-            left_factor = matrices["left"].rechunk({1: -1})
+            left_factor = matrices["left"][rows].rechunk({1: -1})
             # Rows as in the weight, so that its chunks stay whole.
             is_by_rows = all(len(sizes) == 1 for sizes in weight.chunks[1:])
             if is_by_rows and weight.ndim and left_factor.shape[0] == weight.shape[0]:
                 left_factor = left_factor.rechunk((weight.chunks[0], -1))
-            matrices["left"] = left_factor
-        update = update_rows(adapter.kind, matrices, slice(None))
+            matrices["left"], rows = left_factor, slice(None)
+        update = update_rows(adapter.kind, matrices, rows)
         total = weight + (update * update.dtype.type(self.factor)).reshape(weight.shape)
         if adapter.kind != "dora":
             return total
         axes = tuple(axis for axis in range(total.ndim) if axis != adapter.out_axis)
         norms = da.sqrt(da.square(total).sum(axis=axes, keepdims=True))
-        return total * (self.read("magnitude").reshape(norms.shape) / norms)
+        return total * (self.read("magnitude").reshape(norms.shape)[self.rows] / norms)
 
 
 def factor_changes(tensors: OpenTensors) -> dict[str, list[str]]:
