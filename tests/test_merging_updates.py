@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -514,6 +515,113 @@ class TestHeads:
         assert np.abs(merged[EMBED] - model[EMBED]).max() > 0
         with pytest.raises(ValueError, match=r"none of the changed tensors: 'lm_head\.weight'"):
             model.ckpt.merge({self.HEAD: self.CHANGE[self.HEAD]})
+
+
+class TestTiedHeads:
+    """An adapter that trained the head, or the embeddings, of a tied model unties them, as PEFT."""
+
+    HEAD = "lm_head.weight"
+    MODULES: ClassVar = {
+        "self_attn.q_proj": (16, 16), "mlp.up_proj": (24, 16), "mlp.down_proj": (16, 24),
+        "input_layernorm": (16,),
+    }  # fmt: skip
+
+    @pytest.fixture(params=["stated", "by default", "GGUF", "tree", "stack"])
+    def model(self, request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+        names = {f"model.layers.{n}.{m}.weight": s for m, s in self.MODULES.items() for n in (0, 1)}
+        weights = {n: numbers(*s) for n, s in names.items()} | {EMBED: numbers(40, 16)}
+        self.head, self.table = self.HEAD, EMBED
+        if request.param == "GGUF":
+            gguf = {"model.layers": "blk", "self_attn.q_proj": "attn_q", "mlp.": "ffn_",
+                    "_proj": "", "input_layernorm": "attn_norm",
+                    "model.embed_tokens": "token_embd"}  # fmt: skip
+            for old, new in gguf.items():
+                weights = {name.replace(old, new): array for name, array in weights.items()}
+            self.head, self.table = "output.weight", "token_embd.weight"
+            attrs = {"general.architecture": "qwen2", "qwen2.embedding_length": 16,
+                     "qwen2.block_count": 2}  # fmt: skip
+            return xckpt.open(weights).assign_attrs(attrs)
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16}
+        config["vocab_size"] = 40
+        config |= {} if request.param == "by default" else {"tie_word_embeddings": True}
+        folder = tmp_path / "base"
+        folder.mkdir()
+        half = {name: array.astype(ml_dtypes.bfloat16) for name, array in weights.items()}
+        xckpt.save(half, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        if request.param == "tree":
+            return xr.open_datatree(folder, engine="safetensors")
+        return xckpt.open(folder, stack=request.param == "stack")
+
+    def result(
+        self, model: Any, tmp_path: Path, trained: dict[str, Array]
+    ) -> tuple[dict[str, Array], Any]:
+        """Return the tensors of the merged model, and whether its config states a tied head."""
+        tensors = {f"base_model.model.{name}": array for name, array in trained.items()}
+        module = "model.layers.0.self_attn.q_proj.weight"
+        path = adapter(tmp_path / "lora", tensors | lora(module, 16, 16))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*lacks tensors.*")
+            warnings.filterwarnings("ignore", ".*config.json|.*llama.cpp")
+            merged = model.ckpt.merge(path)
+            if self.head == "output.weight":
+                return saved(merged, tmp_path, "new.gguf"), None
+            merged.ckpt.save(f"{tmp_path}/merged/")
+        config = json.loads((tmp_path / "merged/config.json").read_text())
+        tensors = saved(xckpt.open(tmp_path / "merged"), tmp_path)
+        return tensors, config.get("tie_word_embeddings")
+
+    def rounded(self, values: Array) -> Array:
+        return values if self.head == "output.weight" else values.astype(ml_dtypes.bfloat16)
+
+    def test_a_trained_head_stays(self, model: Any, tmp_path: Path) -> None:
+        new = numbers(40, 16, seed=7)
+        tensors, tied = self.result(model, tmp_path, {self.HEAD: new})
+        np.testing.assert_array_equal(tensors[self.head], self.rounded(new))
+        np.testing.assert_array_equal(tensors[self.table], self.rounded(numbers(40, 16)))
+        assert not tied
+
+    def test_trained_embeddings_leave_the_head(self, model: Any, tmp_path: Path) -> None:
+        new = numbers(40, 16, seed=7)
+        tensors, tied = self.result(model, tmp_path, {EMBED: new})
+        np.testing.assert_array_equal(tensors[self.table], self.rounded(new))
+        if self.head == "output.weight":  # which does not state that it has a head
+            assert self.head not in tensors
+        else:
+            np.testing.assert_array_equal(tensors[self.head], self.rounded(numbers(40, 16)))
+            assert tied is False
+
+    def test_both_stay(self, model: Any, tmp_path: Path) -> None:
+        trained = {EMBED: numbers(44, 16, seed=7), self.HEAD: numbers(44, 16, seed=8)}
+        tensors, tied = self.result(model, tmp_path, trained)
+        np.testing.assert_array_equal(tensors[self.table], self.rounded(trained[EMBED]))
+        np.testing.assert_array_equal(tensors[self.head], self.rounded(trained[self.HEAD]))
+        assert not tied
+
+    @pytest.mark.parametrize("kind", ["trained", "old"])
+    def test_equal_values_stay_tied(self, kind: str, model: Any, tmp_path: Path) -> None:
+        if kind == "trained":  # ensure_weight_tying
+            trained = dict.fromkeys([EMBED, self.HEAD], numbers(40, 16, seed=7))
+        else:  # saved because of save_embedding_layers
+            trained = {self.HEAD: self.rounded(numbers(40, 16)).astype("f4")}
+        tensors, tied = self.result(model, tmp_path, trained)
+        assert self.head not in tensors
+        assert tied is not False
+        np.testing.assert_array_equal(
+            tensors[self.table], self.rounded(trained.get(EMBED, numbers(40, 16)))
+        )
+
+    def test_a_tensor_without_a_place_is_named_with_the_remedy(self, tmp_path: Path) -> None:
+        base = xckpt.open({Q: numbers(24, 16), NORM: numbers(16)})
+        new = numbers(40, 16)
+        tensors = lora(Q, 24, 16) | {"base_model.model.other.weight": new}
+        path = adapter(tmp_path / "lora", tensors)
+        text = r"assign\({name: adapter\['base_model\.model\.other\.weight'\]\.variable}\).*'other"
+        with pytest.warns(CheckpointWarning, match=text):
+            merged = base.ckpt.merge(path)
+        opened = xckpt.open(path)
+        merged = merged.assign({"other.weight": opened["base_model.model.other.weight"].variable})
+        np.testing.assert_array_equal(saved(merged, tmp_path)["other.weight"], new)
 
 
 def test_updates_of_names_without_a_module() -> None:

@@ -435,8 +435,21 @@ class TestResults:
             a, b = (a + b) / 2, 3 * a - b
         head = xr.DataArray(np.ones((32, 8), "f4"), dims=a[TABLE].dims)
         value = head if kind in {"new", "replaced"} else b[HEAD]
-        with pytest.warns(CheckpointWarning, match=r"tie_word_embeddings: False \(was True\)"):
+        with pytest.warns(CheckpointWarning) as record:
             a.assign({HEAD: value}).ckpt.save("out/")
+        text = str(record[0].message)
+        assert "tie_word_embeddings: False (was True)" in text
+        assert "libraries ignore" not in text
+        assert config("out")["tie_word_embeddings"] is False
+
+    def test_a_head_of_its_own_is_no_longer_tied_by_default(self) -> None:
+        Path("a/config.json").write_text(
+            json.dumps({key: LLAMA[key] for key in LLAMA if key != "tie_word_embeddings"})
+        )
+        xckpt.open("a").drop_vars(HEAD).ckpt.save("a/model.safetensors", overwrite=True)
+        a = xckpt.open("a")
+        with pytest.warns(CheckpointWarning, match="tie_word_embeddings: False"):
+            a.assign({HEAD: 2 * a[TABLE]}).ckpt.save("out/")
         assert config("out")["tie_word_embeddings"] is False
 
     def test_a_head_that_is_computed_as_the_table_stays_tied(self) -> None:

@@ -154,7 +154,7 @@ def open_merges(
         if stated is not None:
             structure = structure.with_facts(model_facts(base.attrs, stated))
     types = model_facts(tensors.attrs).types
-    matches, missing = match_bases(adapters, structure, names, base.source, types)
+    matches, missing, _ = match_bases(adapters, structure, names, base.source, types)
     if missing:
         warn(f"the adapter changes tensors that a lacks: {some(missing, 'tensors')}")
     extents = {name: (*structure.described(name).shape, 1)[0] for name in matches}

@@ -26,7 +26,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -457,14 +457,25 @@ def _number(value: Any, default: Any = None) -> Any:
 # --- base models ---------------------------------------------------------------------------------
 
 
+class BaseMatches(NamedTuple):
+    """Adapters and the tensors of a base model."""
+
+    #: By the names of the tensors in the model.
+    matches: dict[str, list[tuple[Adapter, Counterpart]]]
+    #: Tensors that the model lacks.
+    missing: list[str]
+    #: Trained heads among them that the model has tied to its embeddings.
+    heads: list[Adapter]
+
+
 def match_bases(
     adapters: Sequence[Adapter],
     structure: Structure,
     names: Collection[str],
     source: str = "",
     types: Sequence[str] = (),
-) -> tuple[dict[str, list[tuple[Adapter, Counterpart]]], list[str]]:
-    """Return adapters by the names of their tensors in a base model, and the bases it lacks.
+) -> BaseMatches:
+    """Find the tensors of adapters in a base model.
 
     The folder in `source` may name the part of a pipeline that the model is, and `types` has the
     types of the model that the adapter states.
@@ -478,7 +489,7 @@ def match_bases(
     counterparts = Counterparts(structure, names, part_of_pipeline(folder), types)
     lists = counterparts.find([_requested(adapter) for adapter in adapters])
     matches: dict[str, list[tuple[Adapter, Counterpart]]] = {}
-    missing = []
+    missing, heads = [], []
     with_adapters = {c.name for of_adapter in lists for c in of_adapter if not c.is_tied}
     for adapter, of_adapter in zip(adapters, lists, strict=True):
         # A head that was trained and saved as a whole is no longer tied.
@@ -487,9 +498,11 @@ def match_bases(
             is_twin = counterpart.is_tied and counterpart.name in with_adapters
             if not is_twin or adapter.is_product or adapter.kind == "update":
                 matches.setdefault(counterpart.name, []).append((adapter, counterpart))
+        if of_adapter and not used:
+            heads.append(adapter)
         if not used and not adapter.is_optional:
             missing.append(adapter.base)
-    return matches, missing
+    return BaseMatches(matches, missing, heads)
 
 
 def _requested(adapter: Adapter) -> Requested:

@@ -25,6 +25,7 @@ from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
 from xckpt.datasets.stacking import replace_tensors, unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, split_step
+from xckpt.datasets.tied_heads import are_equal, untied_head
 from xckpt.datasets.variables import mapped_arrays, require_positions
 from xckpt.errors import UnsupportedError, shown, some, warn
 from xckpt.formatting import base_name
@@ -34,6 +35,7 @@ from xckpt.upstream.xarray_variables import data_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from xckpt.datasets.tied_heads import UntiedHead
     from xckpt.structure.counterparts import Counterpart
 
 _SCALED = (
@@ -49,6 +51,9 @@ _AVERAGED = (
     "factors of several adapters are averaged, whose products are not the mean of their updates "
     "(base.ckpt.merge(x, scale=.5).ckpt.merge(y, scale=.5) adds the mean of the updates, and "
     "xckpt.extract_adapter makes an adapter of the result)"
+)
+_NOT_ADDED = (
+    "merged.assign({{name: adapter[{}].variable}}) adds a tensor that an adapter has as a whole"
 )
 #: Parts that no scale multiplies, by the kind of adapter.
 _UNSCALED = {
@@ -88,26 +93,37 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     adapters = adapters or _updates(changes)
     _require_supported(adapters, changes, scale)
     unstacked = unstack_modules(obj)
-    flat = flatten(unstacked)
-    matches, missing = _matches(OpenTensors(unstacked), adapters, changes)
-    if is_model and _are_as_large(matches, flat.variables, changes):
+    variables = flatten(unstacked).variables
+    matches, missing, head = _matches(OpenTensors(unstacked), adapters, changes)
+    if head is not None:
+        variables[head.name] = _as_new(variables[head.table])
+    if is_model and _are_as_large(matches, variables, changes):
         raise _no_change(changes)
     if not matches:
         raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
-    if missing:
-        warn(f"the model lacks tensors that are to be changed: {some(missing)}")
+    _warn_of_missing(missing, adapters)
     if scale not in {None, 1.0}:
         _warn_of_unscaled(matches)
     merged = {
-        name: _merged(name, flat.variables[name], of_tensor, changes, scale)
+        name: _merged(name, variables[name], of_tensor, changes, scale)
+        if of_tensor
+        else variables[name]
         for name, of_tensor in matches.items()
     }
     untied = {
         name: _untied(variable)
-        for name, variable in flat.variables.items()
+        for name, variable in variables.items()
         if str(variable.encoding.get("shares")) in merged
     }
     return replace_tensors(obj, untied | merged)
+
+
+def _warn_of_missing(missing: Sequence[str], adapters: Sequence[Adapter]) -> None:
+    """Warn of tensors that the model lacks, with the call that adds those of an adapter."""
+    saved = [a.tensors["value"] for a in adapters if a.base in missing and a.kind == "saved"]
+    hint = f" ({_NOT_ADDED.format(shown(saved[0]))})" if saved else ""
+    if missing:
+        warn(f"the model lacks tensors that are to be changed{hint}: {some(missing)}")
 
 
 def _warn_of_unscaled(matches: Mapping[str, Sequence[Adapter]]) -> None:
@@ -120,14 +136,17 @@ def _warn_of_unscaled(matches: Mapping[str, Sequence[Adapter]]) -> None:
 
 def _matches(
     model: OpenTensors, adapters: Sequence[Adapter], changes: OpenTensors
-) -> tuple[dict[str, list[Adapter]], list[str]]:
-    """Return the changes by the names of their tensors in the model, and those that it lacks."""
+) -> tuple[dict[str, list[Adapter]], list[str], UntiedHead | None]:
+    """Return the changes by the names of their tensors in the model, and those that it lacks.
+
+    A head that is no longer tied to the embeddings has its change, or none if it has their values.
+    """
     shapes = {row.name: tuple(row.shape) for row in model.rows}
     # Updates have the names of tensors, and adapters the names of modules.
     matches = {a.base: [a] for a in adapters if a.kind == "update" and a.base in shapes}
     adapters = [adapter for adapter in adapters if adapter.base not in matches]
     types = model_facts(changes.attrs).types
-    pairs, missing = match_bases(adapters, model.structure, shapes, model.source, types)
+    pairs, missing, heads = match_bases(adapters, model.structure, shapes, model.source, types)
     problems = {
         f"{name}: {problem}"
         for name, of_tensor in pairs.items()
@@ -144,17 +163,19 @@ def _matches(
             _fitted(adapter, shapes[name], counterpart) for adapter, counterpart in ordered
         ]
         if of_name[0].kind == "update":  # which has its own tensor, or is of a tied one
-            update, *heads = of_name
-            missing += [a.base for a in heads if not _are_equal(update, a, changes)]
+            update, *tied = of_name
+            values = [changes.variable(a.tensors["value"]) for a in of_name]
+            missing += [
+                a.base
+                for a, value in zip(tied, values[1:], strict=True)
+                if not are_equal(values[0], value)
+            ]
             of_name = [update]
         matches[name] = of_name
-    return matches, missing
-
-
-def _are_equal(a: Adapter, b: Adapter, changes: OpenTensors) -> bool:
-    """Return whether two updates have the same values, as for a tied head."""
-    first, second = (da.asarray(changes.variable(x.tensors["value"]).data) for x in (a, b))
-    return first.shape == second.shape and bool((first == second).all().compute())
+    head = untied_head(model, heads, matches, changes)
+    if head is not None:
+        matches[head.name] = [] if head.adapter is None else [head.adapter]
+    return matches, [base for base in missing if base not in {a.base for a in heads}], head
 
 
 def _fitted(adapter: Adapter, shape: tuple[int, ...], counterpart: Counterpart) -> Adapter:
@@ -300,7 +321,7 @@ class _Change:
         """Rows of the adapter in the order of the tensor."""
         adapter = self.adapter
         if not adapter.heads:
-            return slice(None)
+            return ...
         return rotary_order(adapter.shape[0], adapter.heads, is_undone=adapter.is_undone)
 
     def read(self, purpose: str) -> Any:
@@ -329,7 +350,7 @@ class _Change:
             is_by_rows = all(len(sizes) == 1 for sizes in weight.chunks[1:])
             if is_by_rows and weight.ndim and left_factor.shape[0] == weight.shape[0]:
                 left_factor = left_factor.rechunk((weight.chunks[0], -1))
-            matrices["left"], rows = left_factor, slice(None)
+            matrices["left"], rows = left_factor, ...
         update = update_rows(adapter.kind, matrices, rows)
         total = weight + (update * update.dtype.type(self.factor)).reshape(weight.shape)
         if adapter.kind != "dora":
@@ -509,8 +530,14 @@ def _rounded_block(block: Any, stored: np.dtype[Any]) -> Any:
         return block.astype(stored).astype(block.dtype)
 
 
-def _untied(variable: xr.Variable) -> xr.Variable:
+def _untied(variable: xr.Variable, *others: str) -> xr.Variable:
     """Return a variable that does not share the bytes of another one."""
+    left_out = {"shares", *others}
     copied = variable.copy(deep=False)
-    copied.encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
+    copied.encoding = {k: value for k, value in variable.encoding.items() if k not in left_out}
     return copied
+
+
+def _as_new(variable: xr.Variable) -> xr.Variable:
+    """Return the variable of a new tensor with the values of another one."""
+    return _untied(variable, "tensor", "path")

@@ -121,16 +121,22 @@ def _lost_dims(flat: Flat) -> list[str]:
 
 
 def replace_tensors(obj: Obj, changed: Mapping[str, xr.Variable]) -> Obj:
-    """Return an object with other variables for some tensors, also for members of its stacks."""
+    """Return an object with other variables for some tensors, also for members of its stacks.
+
+    New tensors follow the others.
+    """
     flat = flatten(obj)
     variables: dict[Any, xr.Variable] = {}
+    new = dict(changed)
     for name, variable in flat.variables.items():
         members = None
         if stack_of(variable) is not None:
             members = StackMembers(str(name), variable, flat.indexes(flat.nodes[name]))
         if members is None or changed.keys().isdisjoint(members.numbers):
-            variables[name] = changed.get(name, variable)
+            variables[name] = new.pop(name, variable)
             continue
+        for number in members.numbers:
+            new.pop(number, None)
         separate = {n: changed[n] if n in changed else members.variable(n) for n in members.numbers}
         if len({member.shape for member in separate.values()}) > 1:
             variables |= separate
@@ -142,7 +148,7 @@ def replace_tensors(obj: Obj, changed: Mapping[str, xr.Variable]) -> Obj:
             record_stack(stacked.encoding, replace(record, run=members.record.run))
         dropped = {dim: 0 for dim in stack.dims if dim not in variable.dims}
         variables[name] = stacked.isel(dropped).transpose(*variable.dims)
-    result: Obj = rebuild(obj, flat._replace(variables=variables))
+    result: Obj = rebuild(obj, flat._replace(variables=variables | new))
     return result
 
 

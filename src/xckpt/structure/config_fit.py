@@ -272,11 +272,17 @@ def _fit_head(
     """State that the head is not tied to the embeddings if its values are others."""
     slots = {structure[name].slot: name for name in structure if structure.param(name) == "weight"}
     head, table = (slots.get(slot) for slot in ("output", "token_embedding"))
-    if fit.config.get(_TIED) is not True or head is None or _TIED in fit.edited:
+    if not _is_tied(fit.config) or head is None or _TIED in fit.edited:
         return
     if head not in old or sources.get(head) != sources.get(table or ""):
         fit.config[_TIED] = False
         fit.corrections.append(f"{_TIED}: False (was True)")
+        fit.added = [name for name in fit.added if name != head]
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Return whether the head is tied, which configs of transformers need not state."""
+    return config.get(_TIED, "model_type" in config) is True
 
 
 def _check_tokens(fit: ConfigFit) -> None:
@@ -506,7 +512,7 @@ def _missing(
         if renamed:
             fit.renamed = f"no tensor has the name {some(renamed, 'names', _SHOWN)} any more"
         return []
-    is_tied = fit.config.get(_TIED) is True
+    is_tied = _is_tied(fit.config)
     weights = []
     for name in missing:
         info = structure[name]

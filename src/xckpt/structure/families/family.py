@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.structure.conventions import repeated_module
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 AGREEING = 0.9
 # Places that a family remembers, and the length of their names.
 _MOST, _LONGEST = 1 << 14, 512
+# Wrappers of a model with its head.
+_ABOVE_HEADS = frozenset({"module", "_orig_mod", "language_model", "base_model", "state_dict"})
 # Numbers that are words of a name.
 _NUMBERS = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
@@ -113,6 +115,12 @@ class Root:
         prefixes = ["", *[f"{start}." for start in starts]]
         keys = [shorten(key) for key in masked(prefixes)]
         return tuple(reversed(list(zip(prefixes, keys, strict=True))))
+
+    @property
+    def prefix_of_heads(self) -> str:
+        """The words in front of the model that has the heads: ``language_model.``, ``module.``."""
+        words = takewhile(_ABOVE_HEADS.__contains__, self.prefix.split("."))
+        return "".join([f"{word}." for word in words])
 
     def component_of(self, row: NameRow) -> str:
         """Return the component of a row."""
@@ -306,6 +314,21 @@ class Family:
         if is_short and not any(root.varies(key) for root in self.roots):
             self._places[form] = place, positions
         return place
+
+    def name_beside(self, name: str, slot: str) -> str | None:
+        """Return the name of a weight without numbers in the model of another tensor, by its slot.
+
+        None if the model has no such slot.
+        """
+        place = self.describe(name)
+        for root in self.roots if place is not None else ():
+            if root.table.name != place.table or not name.startswith(root.prefix):
+                continue
+            for row in root.table.rows:
+                if row.slot == slot and not row.param and "{" not in row.pattern:
+                    prefix = root.prefix_of_heads if row.is_head else root.prefix
+                    return f"{prefix}{row.pattern}.weight"
+        return None
 
     def _place(
         self, name: str, dotted: str, key: str, shape: Shape | None

@@ -1,0 +1,79 @@
+"""Heads that are tied to the table of tokens, and that an adapter unties.
+
+PEFT trains a copy of a module in ``modules_to_save``. A model whose head is tied to its embeddings
+has no tensor of the head, but the merged model has one: the trained head, or the old values if only
+the table was trained.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+import dask.array as da
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import xarray as xr
+
+    from xckpt.datasets.adapters import Adapter
+    from xckpt.datasets.tensors import OpenTensors
+    from xckpt.structure import Structure
+
+_HEAD, _TABLE = "output", "token_embedding"
+# Classes of transformers with a head, which is tied if the tensors lack it.
+_WITH_HEAD = re.compile("CausalLM|LMHead|ConditionalGeneration")
+
+
+class UntiedHead(NamedTuple):
+    """A head that the model has after a merge, and did not have before."""
+
+    name: str
+    table: str  # name of the embeddings
+    adapter: Adapter | None  # that has its values; None for the old ones of the embeddings
+
+
+def untied_head(
+    model: OpenTensors,
+    heads: Sequence[Adapter],
+    matches: Mapping[str, Sequence[Adapter]],
+    changes: OpenTensors,
+) -> UntiedHead | None:
+    """Return the head that an adapter unties from the embeddings, as PEFT does.
+
+    `heads` has the trained heads that the model lacks, and `matches` the changes by tensor.
+    """
+    structure = model.structure
+    if structure.models is None or structure.facts.is_untied:
+        return None
+    slots = {structure.slot(n): n for n in structure if structure.param(n) == "weight"}
+    table = slots.get(_TABLE)
+    if table is None or _HEAD in slots:
+        return None
+    name = structure.models.name_beside(table, _HEAD) or next((a.base for a in heads), None)
+    if name is None:
+        return None
+    before, trained = (
+        model.variable(table),
+        [a for a in matches.get(table, ()) if a.kind == "saved"],
+    )
+    if heads:
+        after = changes.variable(trained[0].tensors["value"]) if trained else before
+        is_same = are_equal(after, changes.variable(heads[0].tensors["value"]))
+        return None if is_same else UntiedHead(name, table, heads[0])
+    has_old = any(adapter.shape == before.shape for adapter in trained) and _has_head(structure)
+    return UntiedHead(name, table, None) if has_old else None
+
+
+def are_equal(a: xr.Variable, b: xr.Variable) -> bool:
+    """Return whether two tensors have the same values."""
+    first, second = da.asarray(a.data), da.asarray(b.data)
+    return first.shape == second.shape and bool((first == second).all().compute())
+
+
+def _has_head(structure: Structure) -> bool:
+    """Return whether a model has a head, if its config states its class."""
+    classes = structure.facts.config.get("architectures")
+    names = classes if isinstance(classes, list) else ()
+    return any(isinstance(name, str) and _WITH_HEAD.search(name) for name in names)
