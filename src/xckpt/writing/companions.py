@@ -12,8 +12,6 @@ import filecmp
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -23,15 +21,11 @@ from xckpt.arrays.dense import OnePartArray
 from xckpt.arrays.graph import is_computed, lazies_in
 from xckpt.arrays.lazy import LazyArray
 from xckpt.elements import WIDE_FLOATS
-from xckpt.errors import CheckpointError, some
+from xckpt.errors import some
 from xckpt.formatting import counted
-from xckpt.index import Index, StoredList, Tensor
-from xckpt.opening import open_index
-from xckpt.opening.names import part_of
-from xckpt.opening.reading import CONFIGS, read_config
+from xckpt.index import StoredList
 from xckpt.quantization.model import parse_json
-from xckpt.storage import is_remote, local_path, write_file
-from xckpt.storage.source import files_of
+from xckpt.storage import write_file
 from xckpt.structure.config_fit import (
     ConfigFit,
     check_config,
@@ -41,18 +35,26 @@ from xckpt.structure.config_fit import (
     fit_quantization,
     tokens_without_row,
 )
-from xckpt.structure.facts import declarations_in, is_gguf, model_facts, sizes_stated_in
-from xckpt.structure.info import Described, Role
+from xckpt.structure.facts import is_gguf, model_facts, sizes_stated_in
+from xckpt.structure.info import Described
 from xckpt.structure.model import Structure
-from xckpt.writing.payloads import Gathered, source_files
+from xckpt.writing.origins import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    PARSED,
+    Origin,
+    is_readable,
+    origin_of,
+    read_json,
+)
 from xckpt.writing.vocabulary import are_rows_moved, is_computed_from, moved_routers
 
 if TYPE_CHECKING:
     from xckpt.formats.plan import WantedTensor
     from xckpt.writing.fitting import Changes
+    from xckpt.writing.payloads import Gathered
     from xckpt.writing.targets import Target
 
-_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _TOKENIZER = "tokenizer.json"
 # Files of transformers that describe a model: its tokenizer, and what holds if the config does.
 _OF_TOKENIZER = (
@@ -62,14 +64,6 @@ _OF_TOKENIZER = (
 )
 _GENERATION = "generation_config.json"
 _OF_MODEL = (_GENERATION, "preprocessor_config.json", "processor_config.json")
-# Their JSON objects may name code.
-_PARSED = frozenset({_CONFIG, "tokenizer_config.json", "processor_config.json"})
-# Names that libraries look for in the place of "model": peft, mlx-lm, diffusers.
-_ADAPTER = "adapter_model"
-_STEMS = frozenset({_ADAPTER, "adapters", "diffusion_pytorch_model"})
-_MOST_FOLDERS = 16
-_LARGEST_NBYTES = 256 << 20
-_LARGEST_CONFIG_NBYTES = 16 << 20
 # Computed tensors that show which layers they are of, as the norms in each.
 _SMALL_NBYTES = 1 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -104,143 +98,6 @@ _OTHER_SCALES = (
 _FACTORS = frozenset({"lora_A", "lora_embedding_A"})
 # Values of `adapter_config.json` that scale updates.
 _SCALES = ("lora_alpha", "r", "use_rslora", "alpha_pattern", "rank_pattern")
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The checkpoint that most tensors of a new file are read or computed from."""
-
-    #: None for tensors in memory.
-    folder: Path | None = None
-    file_names: Sequence[str] = ()
-    #: Tensors as the file and as the model has them; they differ if quantised.
-    stored: Sequence[Described] = ()
-    decoded: Sequence[Described] = ()
-    #: Names of the tensors that hold a quantised one, by its name.
-    codes: Mapping[str, Collection[str]] = field(default_factory=dict)
-    #: Names of tensors by the file and the offset of their parts.
-    places: Mapping[tuple[Path, int], str] = field(default_factory=dict)
-    #: Folders of the other checkpoints, and configs in the attributes by the name of their file.
-    others: Sequence[Path] = ()
-    configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    #: The config in the attributes when the object was opened; None for results of arithmetic.
-    opened: Any = None
-    #: The config in the attributes of the file.
-    in_file: Any = None
-
-    def edited(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config in the folder with the values that the user edited in the attributes."""
-        edited = self.configs.get(_CONFIG)
-        before, unedited = self.opened, [self.opened]
-        if before is None:
-            paths = [path for folder in self.others if _is_readable(path := folder / _CONFIG)]
-            before, unedited = config, [config, self.in_file, *map(_parsed, paths)]
-        if edited is None or edited in unedited:
-            return dict(config)
-        new = {key: value for key, value in edited.items() if before.get(key, ...) != value}
-        return {key: config[key] for key in config if key in edited or key not in before} | new
-
-    def written(self, types: Mapping[str, str]) -> _Written:
-        """Return the tensors in the form that is written, given the new types by name."""
-        stored = {tensor.name: tensor for tensor in self.stored}
-        before, quantized, dense = [], [], []
-        for tensor in self.decoded:
-            parts = [stored[name] for name in self.codes.get(tensor.name, ()) if name in stored]
-            if parts and all(types.get(part.name) == part.dtype for part in parts):
-                quantized.append(tensor.name)
-                before += parts
-                continue
-            before.append(tensor)
-            if parts and tensor.name in types:
-                dense.append(tensor.name)
-        return _Written(list({t.name: t for t in before}.values()), quantized, dense)
-
-    def may_have_codes(self, config: Mapping[str, Any], types: Mapping[str, str]) -> bool:
-        """Return whether declarations of quantisation may hold without known quantised tensors."""
-        if not self.stored:
-            return not WIDE_FLOATS.issuperset(types.values())
-        same = [tensor for tensor in self.stored if types.get(tensor.name) == tensor.dtype]
-        if len(same) == len(self.stored) or not list(declarations_in(config)):
-            return True
-        structure = Structure(self.stored, model_facts({"config": config}))
-        return any(structure[tensor.name].role is Role.CODES for tensor in same)
-
-    def stem(self, names: Collection[str]) -> str:
-        """Return the beginning of the file name that libraries look for, for these tensors."""
-        if self.stored and not any(tensor.name in names for tensor in self.stored):
-            return "model"
-        stems = [name.partition(".")[0] for name in self.file_names]
-        stem = next((stem for stem in stems if stem in _STEMS), "")
-        return stem or (_ADAPTER if self._is_adapter() else "model")
-
-    def _is_adapter(self) -> bool:
-        """Return whether the only config of the checkpoint is the one of an adapter."""
-        names = {
-            name
-            for name in (_CONFIG, _ADAPTER_CONFIG)
-            if name in self.configs or (self.folder and _is_readable(self.folder / name))
-        }
-        return names == {_ADAPTER_CONFIG}
-
-
-class _Written(NamedTuple):
-    """Tensors of an origin in the form that is written."""
-
-    tensors: list[Described]
-    quantized: list[str]  # names of those whose codes are written
-    dense: list[str]  # names of quantised ones whose values are written
-
-
-def origin_of(gathered: Gathered) -> Origin:
-    """Return the checkpoint that most tensors come from, without a folder if it is remote."""
-    stated = {name: read_config("", gathered.attrs, name.removesuffix(".json")) for name in CONFIGS}
-    configs = {name: config for name, config in stated.items() if config is not None}
-    counts: Counter[str] = Counter()
-    for payload in gathered.payloads:
-        counts.update({file.name: None for file in source_files([payload])}.keys())
-    names = [name for name in counts or {gathered.opened: 1} if name and not is_remote(name)]
-    paths = {name: path for name in names if (path := Path(local_path(name))).exists()}
-    folders: Counter[Path] = Counter()
-    for name, path in paths.items():
-        folders[path if path.is_dir() else path.parent] += counts[name]
-    origins: list[Origin] = []
-    written = {payload.name for payload in gathered.payloads}
-    for folder, _ in folders.most_common(_MOST_FOLDERS):
-        files = [path for path in paths.values() if path.parent == folder]
-        is_single = len(files) == 1 and part_of(files[0].name) is None
-        place = files[0] if is_single else folder
-        with suppress(OSError, ValueError, CheckpointError):
-            index, file_names = _opened(place)
-            decoded = list(index.tensors.values())
-            codes = {t.name: [part.name for part in (t.stored or {}).values()] for t in decoded}
-            parts = [part for t in decoded for part in (t.stored or {t.name: t}).values()]
-            stored = {part.name: part for part in parts}.values()
-            described = _described(stored), _described(decoded)
-            places = {
-                (Path(folder, Path(part.shard or file_names[0]).name), part.offset): t.name
-                for t in (*stored, *decoded)
-                for part in t.parts.values()
-            }
-            others = [other for other in folders if other != folder]
-            attrs = gathered.config, index.attrs.get("config")
-            origins.append(
-                Origin(folder, file_names, *described, codes, places, others, configs, *attrs)
-            )
-            # An adapter may set more tensors than its base keeps, but has other names.
-            if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
-                return origins[-1]
-    return origins[0] if origins else Origin(configs=configs)
-
-
-def _opened(path: Path) -> tuple[Index, list[str]]:
-    """Return the index of a checkpoint, and the names of its files."""
-    source, index = open_index(str(path), silent=True, missing="ignore")
-    source.close()
-    return index, [Path(file.name).name for file in files_of(source)]
-
-
-def _described(tensors: Iterable[Tensor]) -> list[Described]:
-    return [Described(t.name, t.dtype, t.shape) for t in tensors]
 
 
 def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
@@ -303,13 +160,13 @@ def companions_of(
     after = [Described(t.name, t.dtype, t.shape) for t in tensors.values()]
     types = {t.name: t.dtype for t in after}
     before, quantized, dense = origin.written(types)
-    names = [_CONFIG, _ADAPTER_CONFIG, *_OF_MODEL, *_OF_TOKENIZER] if origin.folder else []
+    names = [CONFIG, ADAPTER_CONFIG, *_OF_MODEL, *_OF_TOKENIZER] if origin.folder else []
     place = origin.folder or Path()
-    files = {name: path for name in names if _is_readable(path := place / name)}
-    parsed = {name: _parsed(files[name]) for name in files if name in _PARSED}
+    files = {name: path for name in names if is_readable(path := place / name)}
+    parsed = {name: read_json(files[name]) for name in files if name in PARSED}
     # Written anew, as there is no file to copy.
     stated = {name: config for name, config in origin.configs.items() if name not in files}
-    config = (parsed | stated).get(_CONFIG) or {}
+    config = (parsed | stated).get(CONFIG) or {}
     sources = {tensor.name: _source(tensor) for tensor in tensors.values()}
     edited = origin.edited(config)
     if before:
@@ -329,9 +186,9 @@ def companions_of(
     fit_quantization(fit, dense, is_quantized=is_quantized)
     _check_order(fit, origin, tensors.values(), after, files)
     _check_experts(changes, origin, tensors.values(), fit.config)
-    dropped = _other_ranks({**files, **stated}.get(_ADAPTER_CONFIG), before, after)
+    dropped = _other_ranks({**files, **stated}.get(ADAPTER_CONFIG), before, after)
     dropped |= _reasons(fit, [*files, *stated], len(before))
-    new = parsed | stated | ({_CONFIG: _with_types(fit.config, after)} if config else {})
+    new = parsed | stated | ({CONFIG: _with_types(fit.config, after)} if config else {})
     contents: dict[str, bytes | Path] = {}
     for name in [*files, *stated]:
         if name in dropped:
@@ -344,15 +201,15 @@ def companions_of(
         elif (document := new[name]) is not None:
             contents[name] = _json(document, parsed.get(name), files.get(name))
     if not (files or stated) and _is_model(origin, after, target):
-        changes.add(_NO_CONFIG, _CONFIG)
-    written = new.get(_CONFIG) if _CONFIG in contents else None
+        changes.add(_NO_CONFIG, CONFIG)
+    written = new.get(CONFIG) if CONFIG in contents else None
     notes = (
         _notes(origin, contents, files, is_compared=bool(before)),
         _other_types(written or {}, config, before, after),
     )
     for change, name in chain.from_iterable(notes):
         changes.add(change, name)
-    changes.add_all(_ADDED.format(place.name), fit.added if _CONFIG in files else ())
+    changes.add_all(_ADDED.format(place.name), fit.added if CONFIG in files else ())
     _add_changes(changes, contents, fit, target)
     return Companions(contents)
 
@@ -371,7 +228,7 @@ def _check_order(
     labels = [key for key in _LABELS if key in fit.config and key not in fit.edited]
     if labels and are_rows_moved(tensors, structure, "label"):
         fit.problems.append(f"the labels are in another order than in {some(labels, '')}")
-    if _CONFIG not in files:
+    if CONFIG not in files:
         return
     stored = {tensor.name: _stored_names(origin, tensor) for tensor in tensors}
     arrays: dict[str, Any] = {
@@ -445,13 +302,13 @@ def _notes(
     """Yield notes of configs that are from the attributes, or that hold for some sources only."""
     for name in contents:
         if name not in files:
-            yield _OF_ATTRS if is_compared or name != _CONFIG else _OF_ATTRS + _NOT_COMPARED, name
+            yield _OF_ATTRS if is_compared or name != CONFIG else _OF_ATTRS + _NOT_COMPARED, name
     if origin.folder is None:
         return
-    for name in (_CONFIG, _TOKENIZER):
+    for name in (CONFIG, _TOKENIZER):
         if name in contents and name in files:
             yield from _other_values(origin.folder / name, origin.others)
-    if _ADAPTER_CONFIG in files:
+    if ADAPTER_CONFIG in files:
         for text in _other_scales(origin.folder, origin.others):
             yield _OTHER_SCALES.format(origin.folder.name), text
 
@@ -459,9 +316,9 @@ def _notes(
 def _other_values(path: Path, others: Iterable[Path]) -> Iterator[tuple[str, str]]:
     """Yield notes of files of other checkpoints that contradict one that is written."""
     change = _OTHER_VALUES.format(path.parent.name)
-    for other in [place / path.name for place in others if _is_readable(place / path.name)]:
-        if path.name == _CONFIG:
-            config, of_other = (_parsed(file) or {} for file in (path, other))
+    for other in [place / path.name for place in others if is_readable(place / path.name)]:
+        if path.name == CONFIG:
+            config, of_other = (read_json(file) or {} for file in (path, other))
             for key in [key for key in config if key in of_other and key not in _OF_FILES]:
                 if config[key] != of_other[key]:
                     values = f" {of_other[key]} ({config[key]})"
@@ -479,8 +336,8 @@ def _is_model(origin: Origin, tensors: Sequence[Described], target: Target) -> b
 
 def _other_scales(folder: Path, others: Iterable[Path]) -> Iterator[str]:
     """Yield the scales of other adapters that tensors are computed from, if they differ."""
-    paths = [path for place in (folder, *others) if _is_readable(path := place / _ADAPTER_CONFIG)]
-    config, *configs = [_parsed(path) or {} for path in paths]
+    paths = [path for place in (folder, *others) if is_readable(path := place / ADAPTER_CONFIG)]
+    config, *configs = [read_json(path) or {} for path in paths]
     for path, other in zip(paths[1:], configs, strict=True):
         keys = [key for key in _SCALES if other.get(key) != config.get(key)]
         if keys:
@@ -492,7 +349,7 @@ def _other_ranks(
     adapter: Any, before: Iterable[Described], after: Iterable[Described]
 ) -> dict[str, str]:
     """Return why the config of an adapter, or its file, does not hold for new factors of LoRA."""
-    config = (_parsed(adapter) if isinstance(adapter, Path) else adapter) or {}
+    config = (read_json(adapter) if isinstance(adapter, Path) else adapter) or {}
     rank, pattern = config.get("r"), config.get("rank_pattern")
     is_lora = config.get("peft_type") == "LORA" and type(rank) is int
     # Factors of parameters have the ranks of all experts in a row.
@@ -504,7 +361,7 @@ def _other_ranks(
     new = [t for t in new if not _FACTORS.isdisjoint(t.name.split("."))]
     ranks = sorted({t.shape[0] for t in new if t.shape and t.shape[0] not in stated})
     text = f"r {rank}: the tensors have {', '.join(map(str, ranks))}"
-    return {_ADAPTER_CONFIG: text} if ranks else {}
+    return {ADAPTER_CONFIG: text} if ranks else {}
 
 
 def _add_changes(
@@ -516,14 +373,14 @@ def _add_changes(
         if existing.exists() and not target.overwrite:
             if difference := _difference(existing, content):
                 changes.add(f"stays as it is without overwrite=True, and {difference}", name)
-        elif name == _CONFIG:
+        elif name == CONFIG:
             changes.add_all(_CORRECTED, fit.corrections)
             changes.add_all(_UNKNOWN_TOKENS.format(name), fit.unknown_tokens)
             if fit.contradicted_key:
                 changes.add("labels of config.json that an edit contradicts", fit.contradicted_key)
         elif name == _GENERATION and isinstance(content, Path) and fit.has_fewer_tokens:
             size = sizes_stated_in(fit.config).get("vocab")
-            tokens = tokens_without_row(_parsed(content) or {}, size.value) if size else ()
+            tokens = tokens_without_row(read_json(content) or {}, size.value) if size else ()
             changes.add_all(_UNKNOWN_TOKENS.format(name), tokens)
 
 
@@ -536,7 +393,7 @@ def _difference(existing: Path, content: bytes | Path) -> str:
     new = _data(content)
     if existing.is_file() and existing.stat().st_size == len(new) and existing.read_bytes() == new:
         return ""
-    document = _parsed(existing) if existing.name == _CONFIG and _is_readable(existing) else None
+    document = read_json(existing) if existing.name == CONFIG and is_readable(existing) else None
     if document is None:
         return "differs from that of the tensors"
     wanted = parse_json(new)
@@ -552,24 +409,12 @@ def _reasons(fit: ConfigFit, names: Collection[str], count: int) -> dict[str, st
         reason = f"the file lacks {len(fit.missing)} of its {total}: {some(fit.missing, '', 3)}"
         return dict.fromkeys(names, reason)
     problems = [*filter(None, [fit.renamed]), *fit.problems]
-    reasons = dict.fromkeys((_CONFIG, *_OF_MODEL) if problems else (), "; ".join(problems))
+    reasons = dict.fromkeys((CONFIG, *_OF_MODEL) if problems else (), "; ".join(problems))
     if fit.has_fewer_tokens:
         reasons |= dict.fromkeys(_OF_TOKENIZER, "the vocabulary has fewer rows")
     elif fit.has_reordered_tokens:
         reasons |= dict.fromkeys(_OF_TOKENIZER, _REORDERED)
     return reasons
-
-
-def _is_readable(path: Path) -> bool:
-    limit = _LARGEST_CONFIG_NBYTES if path.name in _PARSED else _LARGEST_NBYTES
-    return path.is_file() and path.stat().st_size <= limit
-
-
-def _parsed(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object; None for any other content."""
-    with suppress(OSError, ValueError):
-        return parse_json(path.read_bytes())
-    return None
 
 
 def _json(
@@ -582,13 +427,26 @@ def _json(
     return json.dumps(config, indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
 
 
-def _with_types(config: dict[str, Any], tensors: Sequence[Described]) -> dict[str, Any]:
+def _with_types(
+    config: dict[str, Any], tensors: Sequence[Described | WantedTensor]
+) -> dict[str, Any]:
     """Set the element type of tensors in a config."""
     dtype = _main_type(tensors)
     return config | {key: dtype for key in _DTYPE_KEYS if key in config and dtype}
 
 
-def _main_type(tensors: Iterable[Described]) -> str:
+def with_written_type(
+    attrs: Mapping[str, Any], gathered: Gathered, written: Mapping[str, WantedTensor]
+) -> Mapping[str, Any]:
+    """Return attributes whose config states the type of tensors that writing converts."""
+    config = attrs.get("config")
+    dtype = _main_type(written.values())
+    if not isinstance(config, dict) or dtype == _main_type(gathered.payloads):
+        return attrs
+    return {**attrs, "config": _with_types(config, list(written.values()))}
+
+
+def _main_type(tensors: Iterable[Described | WantedTensor]) -> str:
     """Return the type of most elements of floats; empty without floats."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:

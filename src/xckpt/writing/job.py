@@ -10,6 +10,7 @@ file order (`xckpt.writing.streaming`). Finally the files are renamed
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter, defaultdict
 from functools import partial
@@ -46,7 +47,8 @@ from xckpt.progress import Progress, report
 from xckpt.storage import Source, is_remote
 from xckpt.storage.limits import open_file
 from xckpt.storage.sink import Sink, publish, write_at
-from xckpt.writing.companions import Companions, companions_of, origin_of
+from xckpt.writing.companions import Companions, companions_of, with_written_type
+from xckpt.writing.origins import origin_of
 from xckpt.writing.payloads import Gathered, Payload, lazy_dask_array
 from xckpt.writing.rehearsal import changed_attributes
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
@@ -401,6 +403,9 @@ def plan_job(
     path, label = target.path, os.path.basename(target.path)  # noqa: PTH119  it may be a URL
     try:
         draft, payloads = fitting.draft(gathered, path)
+        if grown is None:
+            attrs = with_written_type(draft.attrs, gathered, payloads)
+            draft = dataclasses.replace(draft, attrs=attrs)
         plan = _plan(draft, fitting, format_options, before=before, grown=grown, replace=replace)
         fitting.changes.add_all(_OTHER_SHARDS, target.other_shards(plan.companions))
         paths = [path, *map(target.companion, plan.companions)]

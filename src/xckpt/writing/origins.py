@@ -1,0 +1,187 @@
+"""The checkpoint that the tensors of a new file come from, and what describes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.elements import WIDE_FLOATS
+from xckpt.errors import CheckpointError
+from xckpt.opening import open_index
+from xckpt.opening.names import part_of
+from xckpt.opening.reading import CONFIGS, read_config
+from xckpt.quantization.model import parse_json
+from xckpt.storage import is_remote, local_path
+from xckpt.storage.source import files_of
+from xckpt.structure.facts import declarations_in, model_facts
+from xckpt.structure.info import Described, Role
+from xckpt.structure.model import Structure
+from xckpt.writing.payloads import Gathered, source_files
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from xckpt.index import Index, Tensor
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+#: Files whose JSON objects may name code.
+PARSED = frozenset({CONFIG, "tokenizer_config.json", "processor_config.json"})
+# Names that libraries look for in the place of "model": peft, mlx-lm, diffusers.
+_ADAPTER = "adapter_model"
+_STEMS = frozenset({_ADAPTER, "adapters", "diffusion_pytorch_model"})
+_MOST_FOLDERS = 16
+_LARGEST_NBYTES = 256 << 20
+_LARGEST_CONFIG_NBYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The checkpoint that most tensors of a new file are read or computed from."""
+
+    #: None for tensors in memory.
+    folder: Path | None = None
+    file_names: Sequence[str] = ()
+    #: Tensors as the file and as the model has them; they differ if quantised.
+    stored: Sequence[Described] = ()
+    decoded: Sequence[Described] = ()
+    #: Names of the tensors that hold a quantised one, by its name.
+    codes: Mapping[str, Collection[str]] = field(default_factory=dict)
+    #: Names of tensors by the file and the offset of their parts.
+    places: Mapping[tuple[Path, int], str] = field(default_factory=dict)
+    #: Folders of the other checkpoints, and configs in the attributes by the name of their file.
+    others: Sequence[Path] = ()
+    configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    #: The config in the attributes when the object was opened; None for results of arithmetic.
+    opened: Any = None
+    #: The config in the attributes of the file.
+    in_file: Any = None
+
+    def edited(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config in the folder with the values that the user edited in the attributes."""
+        edited = self.configs.get(CONFIG)
+        before, unedited = self.opened, [self.opened]
+        if before is None:
+            paths = [path for folder in self.others if is_readable(path := folder / CONFIG)]
+            before, unedited = config, [config, self.in_file, *map(read_json, paths)]
+        if edited is None or edited in unedited:
+            return dict(config)
+        new = {key: value for key, value in edited.items() if before.get(key, ...) != value}
+        return {key: config[key] for key in config if key in edited or key not in before} | new
+
+    def written(self, types: Mapping[str, str]) -> _Written:
+        """Return the tensors in the form that is written, given the new types by name."""
+        stored = {tensor.name: tensor for tensor in self.stored}
+        before, quantized, dense = [], [], []
+        for tensor in self.decoded:
+            parts = [stored[name] for name in self.codes.get(tensor.name, ()) if name in stored]
+            if parts and all(types.get(part.name) == part.dtype for part in parts):
+                quantized.append(tensor.name)
+                before += parts
+                continue
+            before.append(tensor)
+            if parts and tensor.name in types:
+                dense.append(tensor.name)
+        return _Written(list({t.name: t for t in before}.values()), quantized, dense)
+
+    def may_have_codes(self, config: Mapping[str, Any], types: Mapping[str, str]) -> bool:
+        """Return whether declarations of quantisation may hold without known quantised tensors."""
+        if not self.stored:
+            return not WIDE_FLOATS.issuperset(types.values())
+        same = [tensor for tensor in self.stored if types.get(tensor.name) == tensor.dtype]
+        if len(same) == len(self.stored) or not list(declarations_in(config)):
+            return True
+        structure = Structure(self.stored, model_facts({"config": config}))
+        return any(structure[tensor.name].role is Role.CODES for tensor in same)
+
+    def stem(self, names: Collection[str]) -> str:
+        """Return the beginning of the file name that libraries look for, for these tensors."""
+        if self.stored and not any(tensor.name in names for tensor in self.stored):
+            return "model"
+        stems = [name.partition(".")[0] for name in self.file_names]
+        stem = next((stem for stem in stems if stem in _STEMS), "")
+        return stem or (_ADAPTER if self._is_adapter() else "model")
+
+    def _is_adapter(self) -> bool:
+        """Return whether the only config of the checkpoint is the one of an adapter."""
+        names = {
+            name
+            for name in (CONFIG, ADAPTER_CONFIG)
+            if name in self.configs or (self.folder and is_readable(self.folder / name))
+        }
+        return names == {ADAPTER_CONFIG}
+
+
+class _Written(NamedTuple):
+    """Tensors of an origin in the form that is written."""
+
+    tensors: list[Described]
+    quantized: list[str]  # names of those whose codes are written
+    dense: list[str]  # names of quantised ones whose values are written
+
+
+def origin_of(gathered: Gathered) -> Origin:
+    """Return the checkpoint that most tensors come from, without a folder if it is remote."""
+    stated = {name: read_config("", gathered.attrs, name.removesuffix(".json")) for name in CONFIGS}
+    configs = {name: config for name, config in stated.items() if config is not None}
+    counts: Counter[str] = Counter()
+    for payload in gathered.payloads:
+        counts.update({file.name: None for file in source_files([payload])}.keys())
+    names = [name for name in counts or {gathered.opened: 1} if name and not is_remote(name)]
+    paths = {name: path for name in names if (path := Path(local_path(name))).exists()}
+    folders: Counter[Path] = Counter()
+    for name, path in paths.items():
+        folders[path if path.is_dir() else path.parent] += counts[name]
+    origins: list[Origin] = []
+    written = {payload.name for payload in gathered.payloads}
+    for folder, _ in folders.most_common(_MOST_FOLDERS):
+        files = [path for path in paths.values() if path.parent == folder]
+        is_single = len(files) == 1 and part_of(files[0].name) is None
+        place = files[0] if is_single else folder
+        with suppress(OSError, ValueError, CheckpointError):
+            index, file_names = _opened(place)
+            decoded = list(index.tensors.values())
+            codes = {t.name: [part.name for part in (t.stored or {}).values()] for t in decoded}
+            parts = [part for t in decoded for part in (t.stored or {t.name: t}).values()]
+            stored = {part.name: part for part in parts}.values()
+            described = _described(stored), _described(decoded)
+            places = {
+                (Path(folder, Path(part.shard or file_names[0]).name), part.offset): t.name
+                for t in (*stored, *decoded)
+                for part in t.parts.values()
+            }
+            others = [other for other in folders if other != folder]
+            attrs = gathered.config, index.attrs.get("config")
+            origins.append(
+                Origin(folder, file_names, *described, codes, places, others, configs, *attrs)
+            )
+            # An adapter may set more tensors than its base keeps, but has other names.
+            if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
+                return origins[-1]
+    return origins[0] if origins else Origin(configs=configs)
+
+
+def _opened(path: Path) -> tuple[Index, list[str]]:
+    """Return the index of a checkpoint, and the names of its files."""
+    source, index = open_index(str(path), silent=True, missing="ignore")
+    source.close()
+    return index, [Path(file.name).name for file in files_of(source)]
+
+
+def _described(tensors: Iterable[Tensor]) -> list[Described]:
+    return [Described(t.name, t.dtype, t.shape) for t in tensors]
+
+
+def is_readable(path: Path) -> bool:
+    """Return whether a file is there, and not too large to be one that describes a model."""
+    limit = _LARGEST_CONFIG_NBYTES if path.name in PARSED else _LARGEST_NBYTES
+    return path.is_file() and path.stat().st_size <= limit
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return a JSON object; None for any other content."""
+    with suppress(OSError, ValueError):
+        return parse_json(path.read_bytes())
+    return None
