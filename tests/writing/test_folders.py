@@ -98,9 +98,23 @@ def test_a_selection_is_no_whole_model_and_an_error_leaves_no_folder() -> None:
 
 
 @pytest.mark.parametrize("name", ["out", "out/31"])
-def test_a_name_without_an_ending_may_be_a_folder(name: str) -> None:
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_name_without_an_ending_is_a_folder(kind: Any, name: str) -> None:
+    xckpt.open("base").ckpt.save(kind(name))
+    xckpt.convert("base", kind(f"{name}-2"))
+    assert main(["convert", "base", f"{name}-3"]) == 0
+    for folder in (name, f"{name}-2", f"{name}-3"):
+        assert "config.json" in names(folder)
+    xckpt.open("base").ckpt.save(kind("file"), engine="safetensors")
+    assert Path("file").is_file()
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "out/7b.v2"])
+def test_a_name_with_an_unknown_ending_may_be_a_folder(name: str) -> None:
     with pytest.raises(ValueError, match=rf"a folder as target ends in a slash: '{name}/'"):
-        xckpt.open("base").ckpt.save(name, max_shard_size=300)
+        xckpt.open("base").ckpt.save(Path(name))
+    xckpt.open("base").ckpt.save(f"{name}/")
+    assert "config.json" in names(name)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -664,6 +678,19 @@ class TestResults:
     def test_a_tokenizer_of_rows_in_their_places_is_kept(self, change: Any) -> None:
         change(*both()).ckpt.save("out/")
         assert "tokenizer.json" in names("out")
+
+    @pytest.mark.parametrize("how", ["save", "convert", "computed"])
+    def test_attributes_state_the_type_that_is_written(self, how: str) -> None:
+        config = LLAMA | {"dtype": "float32", "text_config": {"torch_dtype": "float32"}}
+        a = xckpt.open("a").assign_attrs(config=config)
+        a.ckpt.save("one.safetensors")
+        assert xckpt.open("one.safetensors").attrs["config"] == config
+        half: dict[str, Any] = {"dtype": "bfloat16", "cast": "allow", "overwrite": True}
+        if how == "convert":
+            xckpt.convert("one.safetensors", "half.safetensors", **half)
+        else:
+            (a if how == "save" else (a + a) / 2).ckpt.save("half.safetensors", **half)
+        assert xckpt.open("half.safetensors").attrs["config"]["dtype"] == "bfloat16"
 
     def test_tensors_of_another_type_than_the_config_are_named(self) -> None:
         Path("a/config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "float32"}))

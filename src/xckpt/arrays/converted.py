@@ -373,7 +373,10 @@ def cast_block(
         number = int(np.argmax(lost))
         index = np.unravel_index(number, lost.shape)
         place = list(map(int, index)) if position is None else list(position(number))
-        hint = "cast='allow' rounds; without dtype=, ds.drop_encoding() writes values as they are"
+        hint = (
+            f"pass cast='allow' to round to {name}; "
+            "without dtype=, ds.drop_encoding() writes values as they are"
+        )
         if cast == "allow":
             hint = "Convert it with .astype(...) first"
             if native.kind == "f":  # a counter becomes an integer of this type again

@@ -118,7 +118,7 @@ def writer_of(
     format_options: Mapping[str, Any] | None = None,
 ) -> formats.Format:
     """Return the format of a new file; raise `TypeError` for options that it does not have."""
-    engine = engine or (_FOLDER_FORMAT if _is_folder(path) else _format_of(path))
+    engine = engine or (_FOLDER_FORMAT if _is_folder(path, None) else _format_of(path))
     writer = formats.writable(engine)
     supported = tuple(writer.write_options)
     for option in format_options or {}:
@@ -170,9 +170,8 @@ def _format_of(target: str | os.PathLike[str]) -> str:
         for similar in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
             hint = f" (did you mean {similar!r}?)"
         choices = ", ".join(repr(format.name) for format in writable)
-    if not matches and not ending:
-        removed = "" if isinstance(target, str) else ", which pathlib removes"
-        hint = f" (a folder as target ends in a slash{removed}: {path + '/'!r})"
+    if not (matches or hint):
+        hint = f" (a folder as target ends in a slash: {path + '/'!r})"
     readers = [format.name for format in candidates if not format.can.types]
     if matches and readers:
         hint = f" ({some(readers)} is only read; its libraries load .safetensors)"
@@ -185,12 +184,15 @@ def _format_of(target: str | os.PathLike[str]) -> str:
 # --- folders --------------------------------------------------------------------------------------
 
 
-def _is_folder(path: Any) -> bool:
-    """Return whether a target is a folder: it ends in a slash, or exists as one."""
+def _is_folder(path: Any, engine: str | None) -> bool:
+    """Return whether a target is a folder: it ends in a slash, exists as one, or has no ending."""
     if not isinstance(path, str | os.PathLike):
         return False
     text = os.fspath(path)
-    return text.endswith("/") or (not is_remote(text) and os.path.isdir(local_path(text)))  # noqa: PTH112
+    if text.endswith("/") or (not is_remote(text) and os.path.isdir(local_path(text))):  # noqa: PTH112
+        return True
+    is_file = engine is not None or is_remote(text) or os.path.lexists(local_path(text))
+    return not is_file and "." not in os.path.basename(text)  # noqa: PTH119
 
 
 @contextmanager
@@ -205,7 +207,7 @@ def new_target(
 
     A folder gets the files that describe the model, as far as they hold for its tensors.
     """
-    if not _is_folder(path):
+    if not _is_folder(path, engine):
         yield Target.of(path, overwrite=overwrite, storage_options=storage_options)
         return
     folder = os.fspath(path).rstrip("/")
