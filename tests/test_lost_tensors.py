@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -92,10 +93,41 @@ def test_saving_warns_of_tensors_that_arithmetic_dropped(
     (text, *others) = warnings_of(ds, tmp_path / "new.safetensors")
     assert not others
     assert "4 of 7 tensors of base.safetensors missing" in text
-    assert "base.ckpt.merge(other)" in text
+    assert "base.ckpt.merge(updates)" in text
     for name in [*UP, HEAD]:
         assert repr(name) in text
     assert not any(repr(name) in text for name in Q)
+
+
+def test_a_head_that_one_side_has_tied_is_named_with_the_remedy(tmp_path: Path) -> None:
+    shapes = {f"self_attn.{name}_proj": (4, 4) for name in "qkvo"} | {
+        "mlp.up_proj": (6, 4), "mlp.gate_proj": (6, 4), "mlp.down_proj": (4, 6),
+        "input_layernorm": (4,), "post_attention_layernorm": (4,),
+    }  # fmt: skip
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    names = {f"model.layers.0.{name}.weight": shape for name, shape in shapes.items()}
+    for side, seed in (("tied", 1), ("untied", 2)):
+        folder, rng = tmp_path / side, np.random.default_rng(seed)
+        folder.mkdir()
+        of_side = names | {table: (8, 4)} | ({head: (8, 4)} if side == "untied" else {})
+        tensors = {name: rng.normal(size=shape).astype("f4") for name, shape in of_side.items()}
+        xckpt.save(tensors, folder / "model.safetensors")
+        config = {"model_type": "llama", "tie_word_embeddings": side == "tied", "vocab_size": 8}
+        (folder / "config.json").write_text(json.dumps(config))
+    a, b = xckpt.open(tmp_path / "untied"), xckpt.open(tmp_path / "tied")
+    for mean in ((a + b) / 2, 0.3 * b + 0.7 * a):
+        (text, *others) = warnings_of(mean, tmp_path / "new.safetensors")
+        assert not others
+        remedy = f"b.assign({{{head!r}: b[{table!r}]}})"
+        assert "1 of 11 tensors of untied missing" in text
+        assert remedy in text
+        assert "merge" not in text
+    mean = (a + b.assign({head: b[table]})) / 2
+    with pytest.warns(CheckpointWarning, match="tie_word_embeddings True"):  # of the other
+        mean.ckpt.save(f"{tmp_path}/mean/")
+    np.testing.assert_array_equal(xckpt.open(tmp_path / "mean")[head], (a[head] + b[table]) / 2)
+    config = json.loads((tmp_path / "mean/config.json").read_text())
+    assert config["tie_word_embeddings"] is False
 
 
 COMPLETE: dict[str, Callable[[xr.Dataset, xr.Dataset, xr.Dataset], Any]] = {

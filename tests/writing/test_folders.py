@@ -966,9 +966,14 @@ class TestQuantizedModels:
         declared = config("q")["quantization_config"] | {key: "lm_head"}
         Path("q/config.json").write_text(json.dumps(LLAMA | {"quantization_config": declared}))
         edited = ds.assign({f"{UP}.weight": ds[f"{UP}.weight"] * 2})
-        with pytest.warns(CheckpointWarning, match=r"no place for weights that are dense: 'model"):
+        text = r"no place for weights that are dense \(encoding=.*'dense'.*\): 'model"
+        with pytest.warns(CheckpointWarning, match=text):
             edited.ckpt.save("out/")
         assert "config.json" not in names("out")
+        with pytest.warns(CheckpointWarning, match="no longer declared as quantised"):
+            edited.ckpt.save("dense/", encoding={"*": {"layout": "dense"}})
+        assert "quantization_config" not in config("dense")
+        np.testing.assert_array_equal(xckpt.open("dense")[f"{UP}.weight"], edited[f"{UP}.weight"])
 
 
 TOWERS: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -41,8 +41,12 @@ _IN_MEMORY = "array-"
 
 
 _ONE_SIDE = (
-    "as arithmetic keeps the tensors that both sides have (base.ckpt.merge(other) keeps all of "
-    "base, and may be called for each of several)"
+    "as arithmetic keeps the tensors that both sides have (base.ckpt.merge(updates) keeps all of "
+    "base, and a.ckpt.merge(b - a, scale=0.5) all of the first model in a mean)"
+)
+_TIED = (
+    "as the other side has it tied to the embeddings (b.assign({{{head!r}: b[{table!r}]}}) gives "
+    "it a head of its own)"
 )
 _OTHER_NUMBERS = (
     "as arithmetic keeps the numbers of {dim} that both sides have, and the other side lacks these "
@@ -208,9 +212,27 @@ def losses(tensors: OpenTensors) -> list[Loss]:
                 # Layers that alignment with another checkpoint left out are read with their stack.
                 and (stored not in read or (partner is not None and stored in members))
             )
+        head = _tied_head(tensors, missing)
+        missing = {name: None for name in missing if head is None or name != head[0]}
+        source, count = base_name(opened.source), len(stored_names)
+        if head is not None:
+            reason = _TIED.format(head=head[0], table=head[1])
+            result.append(Loss(source, count, [head[0]], reason))
         if missing:
-            result.append(Loss(base_name(opened.source), len(stored_names), list(missing)))
+            result.append(Loss(source, count, list(missing)))
     return result
+
+
+def _tied_head(tensors: OpenTensors, missing: Iterable[str]) -> tuple[str, str] | None:
+    """Return a missing head, and the embeddings that the other side has instead."""
+    models = tensors.structure.models if missing else None
+    for name in missing if models is not None else ():
+        place = models.describe(name)
+        if place is not None and (place.slot, place.param) == ("output", "weight"):
+            slots = {tensors.structure.slot(n): n for n in tensors.structure}
+            table = slots.get("token_embedding")
+            return None if table is None else (name, table)
+    return None
 
 
 def _unaligned(uses: _Uses, names: set[str]) -> Iterator[Loss]:

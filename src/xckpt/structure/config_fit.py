@@ -48,6 +48,7 @@ _CLASSES = "architectures"
 _NUMBERS_OF_TOKENS = "_token_id"  # at the end of keys
 # Wrappers, and usual prefixes of a base model, in their order.
 _PREFIXES = ("_orig_mod.", "module.", "model.", "transformer.")
+_ALL_DENSE = " (encoding={'*': {'layout': 'dense'}} writes all values, which need no declaration)"
 # Where methods of quantisation list modules that stay as they are.
 _EXCLUDED_KEYS = {
     **dict.fromkeys(("fp8", "awq", "mxfp4"), "modules_to_not_convert"),
@@ -316,9 +317,8 @@ def fit_quantization(fit: ConfigFit, dense: Sequence[str], *, is_quantized: bool
         listed = value.get(key) or [] if key else None
         if not isinstance(listed, list):
             names = some(list(dense), most=_SHOWN)
-            fit.problems.append(
-                f"{'.'.join(place)} has no place for weights that are dense: {names}"
-            )
+            reason = f"{'.'.join(place)} has no place for weights that are dense"
+            fit.problems.append(f"{reason}{_ALL_DENSE}: {names}")
             continue
         value[key] = [*listed, *(module for module in modules if module not in listed)]
         fit.corrections.append(f"{'.'.join(place)}.{key}: {counted(len(modules), 'more module')}")
