@@ -859,6 +859,27 @@ class TestResults:
             np.testing.assert_allclose(merged[key].numpy(), array.values, atol=1e-5)
 
 
+class TestNamesInStateDicts:
+    """Names below a key of a torch checkpoint are no names of the model, as a warning says."""
+
+    @pytest.mark.parametrize("key", ["state_dict", "model_state_dict"])
+    @pytest.mark.parametrize("target", ["new.safetensors", "new/"])
+    def test_are_named_with_the_calls_that_remove_the_key(self, target: str, key: str) -> None:
+        ds = xckpt.open({f"{key}.{name}": array for name, array in llama(0).items()})
+        text = rf"key that load_state_dict.*ds\.rename.*names=.*: '{key}\.'"
+        with pytest.warns(CheckpointWarning, match=text):
+            ds.ckpt.save(target)
+        xckpt.save(ds.rename({n: n.split(".", 1)[1] for n in ds}), "renamed.safetensors")
+        xckpt.convert(target, "converted.safetensors", names=("^[^.]*[.]", ""))
+        for path in ("renamed.safetensors", "converted.safetensors"):
+            assert xckpt.open(path).keys() == llama(0).keys()
+
+    def test_with_other_tensors_are_as_in_the_checkpoint(self) -> None:
+        tensors = {"state_dict.w": np.ones(3), "optimizer.state.0.exp_avg": np.ones(3)}
+        xckpt.save(tensors, "new.safetensors")
+        assert set(xckpt.open("new.safetensors")) == set(tensors)
+
+
 # --- quantised models -----------------------------------------------------------------------------
 
 QUANTIZED: dict[str, Any] = {

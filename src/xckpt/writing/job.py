@@ -54,7 +54,7 @@ from xckpt.writing.rehearsal import changed_attributes
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from dask.delayed import Delayed
 
@@ -67,6 +67,13 @@ if TYPE_CHECKING:
 
 # Runs shorter than this, in bytes, are written through a memory map instead of by system calls.
 _SHORTEST_RUN = 1 << 12
+# Keys of torch checkpoints that hold the tensors of a model.
+_STATE_DICTS = frozenset({"state_dict", "model_state_dict"})
+_IN_STATE_DICT = (
+    "all names begin with a key that load_state_dict of the model does not expect "
+    "(ds.rename({n: n.split('.', 1)[1] for n in ds}), or names=('^[^.]*[.]', '') of convert, "
+    "removes it)"
+)
 _OTHER_SHARDS = (
     "shards that were in the folder stay, though the new index names none of them; remove them"
 )
@@ -407,6 +414,7 @@ def plan_job(
             attrs = with_written_type(draft.attrs, gathered, payloads)
             draft = dataclasses.replace(draft, attrs=attrs)
         plan = _plan(draft, fitting, format_options, before=before, grown=grown, replace=replace)
+        fitting.changes.add_all(_IN_STATE_DICT, _wrapper_of(draft.tensors))
         fitting.changes.add_all(_OTHER_SHARDS, target.other_shards(plan.companions))
         paths = [path, *map(target.companion, plan.companions)]
         superseded = None
@@ -436,6 +444,12 @@ def plan_job(
         raise error.located(path=path) from error.__cause__
     fitting.changes.warn(target.path)
     return job
+
+
+def _wrapper_of(names: Collection[str]) -> list[str]:
+    """Return the key of a torch checkpoint that all names begin with; empty without one."""
+    prefixes = {name.partition(".")[0] for name in names}
+    return [f"{key}." for key in prefixes & _STATE_DICTS if prefixes == {key}]
 
 
 def _plan(
