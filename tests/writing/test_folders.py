@@ -1404,6 +1404,27 @@ class TestEditedConfigs:
             classifier.drop_vars(NORM).assign_attrs(config=edited).ckpt.save("part/")
         assert "config.json" not in names("part")
 
+    def test_another_type_of_model_has_other_tensors(self) -> None:
+        a = xckpt.open("a")
+        mlp = [f"model.layers.{n}.mlp." for n in range(3)]
+        names_by_word = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        experts = {
+            f"{start}experts.{n}.{new}.weight": a[f"{start}{old}.weight"]
+            for start in mlp
+            for old, new in names_by_word.items()
+            for n in range(2)
+        }
+        routers = {f"{start}gate.weight": (("expert", "embd"), np.ones((2, 8))) for start in mlp}
+        dense = [f"{start}{name}.weight" for start in mlp for name in names_by_word]
+        mixture = a.drop_vars(dense).assign(experts).assign(routers)
+        edited = LLAMA | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+        mixture.assign_attrs(config=edited | {"num_local_experts": 2}).ckpt.save("out/")
+        assert config("out") == edited | {"num_local_experts": 2}
+        assert "tokenizer.json" in names("out")
+        with pytest.warns(CheckpointWarning, match="num_local_experts 3: the tensors have 2"):
+            mixture.assign_attrs(config=edited | {"num_local_experts": 3}).ckpt.save("wrong/")
+        assert "config.json" not in names("wrong")
+
     def test_a_tensor_that_keeps_its_type_beside_another_one_of_the_config(self) -> None:
         write_model("c", 0, dtype="float32")
         encoding = {"*": {"dtype": "bfloat16"}, HEAD: {"dtype": "float32"}}

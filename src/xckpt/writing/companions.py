@@ -73,6 +73,7 @@ _CONTRADICTED_ATTRS = "attributes that the tensors contradict"
 _TOKENS = "tokenizer.ggml.tokens"
 _OTHER_TOKENS = "lists of the tokenizer stay as they are, which llama.cpp compares with the tables"
 _ADDED = "tensors that {}/ lacks, which libraries ignore or refuse"
+_TYPE = "model_type"
 _LABELS = ("id2label", "label2id")
 _OTHER_EXPERTS = "rows of routers that are in another order than the experts"
 _UNKNOWN_TOKENS = "{} names tokens that have no row"
@@ -169,11 +170,9 @@ def companions_of(
     config = (parsed | stated).get(CONFIG) or {}
     sources = {tensor.name: _source(tensor) for tensor in tensors.values()}
     edited = origin.edited(config)
-    if before:
-        fit = fit_config(config, before, after, sources, edited)
-    else:
-        fit = check_config(config, after)
-        check_labels(fit, after)
+    if edited.get(_TYPE) != config.get(_TYPE):
+        before = []  # the tensors of another model
+    fit = _fit(config, edited, before, after, sources)
     old_names = [tensor.name for tensor in before]
     if (
         fit.missing
@@ -212,6 +211,21 @@ def companions_of(
     changes.add_all(_ADDED.format(place.name), fit.added if CONFIG in files else ())
     _add_changes(changes, contents, fit, target)
     return Companions(contents)
+
+
+def _fit(
+    config: Mapping[str, Any],
+    edited: Mapping[str, Any],
+    before: Sequence[Described],
+    after: Sequence[Described],
+    sources: Mapping[str, Any],
+) -> ConfigFit:
+    """Return the fit of a config to new tensors, whose old ones may be unknown."""
+    if before:
+        return fit_config(config, before, after, sources, edited)
+    fit = check_config(edited, after)
+    check_labels(fit, after)
+    return fit
 
 
 def _check_order(
