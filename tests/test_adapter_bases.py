@@ -696,6 +696,22 @@ class TestEvidence:
         with pytest.raises(ValueError, match=r"'a_b\.c\.weight', 'a\.b_c\.weight'"):
             table_of(base, base, adapter)
 
+    def test_a_tensor_that_has_the_name_in_two_ways_is_one(self) -> None:
+        names = [f"transformer.blocks.{n}.attn.Wqkv.weight" for n in range(2)]
+        base = {name: numbers(8, 4, seed=name) for name in names}
+        other = merged(base, {name: name for name in names})
+        tensors: Tensors = {}
+        for name in names:
+            a, b = factors(name, 8, 4)
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}
+        result = xckpt.open(base).ckpt.merge(
+            xckpt.open(tensors).assign_attrs(adapter_config=config)
+        )
+        for name in names:
+            np.testing.assert_allclose(result[name], other[name], rtol=1e-6)
+
     def test_an_equal_name_outranks_an_equal_end(self) -> None:
         base = {"layers.0.q_proj.weight": numbers(8, 8), "b.layers.0.q_proj.weight": numbers(8, 8)}
         name = "layers.0.q_proj.weight"

@@ -7,7 +7,6 @@ the table was trained.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import dask.array as da
@@ -19,11 +18,8 @@ if TYPE_CHECKING:
 
     from xckpt.datasets.adapters import Adapter
     from xckpt.datasets.tensors import OpenTensors
-    from xckpt.structure import Structure
 
 _HEAD, _TABLE = "output", "token_embedding"
-# Classes of transformers with a head, which is tied if the tensors lack it.
-_WITH_HEAD = re.compile("CausalLM|LMHead|ConditionalGeneration")
 
 
 class UntiedHead(NamedTuple):
@@ -62,7 +58,9 @@ def untied_head(
         after = changes.variable(trained[0].tensors["value"]) if trained else before
         is_same = are_equal(after, changes.variable(heads[0].tensors["value"]))
         return None if is_same else UntiedHead(name, table, heads[0])
-    has_old = any(adapter.shape == before.shape for adapter in trained) and _has_head(structure)
+    has_old = (
+        any(adapter.shape == before.shape for adapter in trained) and structure.facts.states_head
+    )
     return UntiedHead(name, table, None) if has_old else None
 
 
@@ -70,10 +68,3 @@ def are_equal(a: xr.Variable, b: xr.Variable) -> bool:
     """Return whether two tensors have the same values."""
     first, second = da.asarray(a.data), da.asarray(b.data)
     return first.shape == second.shape and bool((first == second).all().compute())
-
-
-def _has_head(structure: Structure) -> bool:
-    """Return whether a model has a head, if its config states its class."""
-    classes = structure.facts.config.get("architectures")
-    names = classes if isinstance(classes, list) else ()
-    return any(isinstance(name, str) and _WITH_HEAD.search(name) for name in names)

@@ -174,8 +174,8 @@ class Counterparts:
         for request, of_request in zip(requested, candidates, strict=True):
             counts = {c: fronts[request.part, c.ours, c.theirs] for c in of_request}
             most = max(counts.values(), default=0)
-            exact = [c.name for c in counts if c.name == request.name]
-            chosen.append(exact or list({c.name: 0 for c, n in counts.items() if n == most}))
+            exact = {c.name: 0 for c in counts if c.name == request.name}
+            chosen.append(list(exact) or list({c.name: 0 for c, n in counts.items() if n == most}))
         return chosen
 
     def _candidates(self, requested: Sequence[Requested]) -> list[list[_Candidate]]:

@@ -78,6 +78,10 @@ GGUF_KEYS = {
 }
 
 
+# Ends of the names of classes with a head, which is tied to the embeddings if the tensors lack it.
+_WITH_HEAD = ("CausalLM", "LMHead", "ConditionalGeneration")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """The family and sizes of a model, and its quantisation."""
@@ -104,6 +108,13 @@ class ModelFacts:
         """Whether the config states that the head is not tied to the embeddings."""
         stated = [section.get("tie_word_embeddings") for section in _sections(self.config)]
         return False in stated and True not in stated
+
+    @property
+    def states_head(self) -> bool:
+        """Whether the config states a class of transformers with a head over the vocabulary."""
+        classes = self.config.get("architectures")
+        names = classes if isinstance(classes, list) else []
+        return any(word in str(name) for name in names for word in _WITH_HEAD)
 
 
 def model_facts(

@@ -170,7 +170,7 @@ def _format_of(target: str | os.PathLike[str]) -> str:
         for similar in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
             hint = f" (did you mean {similar!r}?)"
         choices = ", ".join(repr(format.name) for format in writable)
-    if not (matches or hint):
+    if not (matches or hint or ending[1:].isalpha()):
         hint = f" (a folder as target ends in a slash: {path + '/'!r})"
     readers = [format.name for format in candidates if not format.can.types]
     if matches and readers:
