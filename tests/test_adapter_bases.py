@@ -696,6 +696,40 @@ class TestEvidence:
         with pytest.raises(ValueError, match=r"'a_b\.c\.weight', 'a\.b_c\.weight'"):
             table_of(base, base, adapter)
 
+    @pytest.mark.parametrize("is_new", [False, True])
+    def test_towers_are_told_apart_by_their_names(self, is_new: bool) -> None:
+        """Transformers 4.52 renamed `language_model.model` to `model.language_model`."""
+        text = {f"language_model.{name}": array for name, array in llama().items()}
+        tower = "vision_tower.vision_model.encoder.layers.{}.{}.weight"
+        modules = {f"self_attn.{x}_proj": (EMBD, EMBD) for x in ("q", "k", "v", "out")} | {
+            "mlp.fc1": (FF, EMBD), "mlp.fc2": (EMBD, FF), "layer_norm1": (EMBD,),
+            "layer_norm2": (EMBD,),
+        }  # fmt: skip
+        vision = {
+            tower.format(n, module): numbers(*shape, seed=f"{n}{module}")
+            for n in range(LAYERS)
+            for module, shape in modules.items()
+        }
+        base = text | vision
+        adapted = [name for name in base if "q_proj" in name]
+        keys = {name: name.removesuffix(".weight") for name in adapted}
+        if is_new:
+            for name in adapted:
+                keys[name] = keys[name].replace("language_model.model", "language_model")
+                keys[name] = f"model.{keys[name]}"
+        tensors: Tensors = {}
+        for key in keys.values():
+            a, b = factors(key, EMBD, EMBD)
+            module = f"base_model.model.{key}"
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        adapter = xckpt.open(tensors).assign_attrs(adapter_config={"r": RANK, "lora_alpha": ALPHA})
+        config = {"model_type": "llava", "text_config": {"model_type": "llama"},
+                  "vision_config": {"model_type": "clip_vision_model"}}  # fmt: skip
+        result = xckpt.open(base).assign_attrs(config=config).ckpt.merge(adapter)
+        expected = merged(base, keys)
+        for name in expected:
+            np.testing.assert_allclose(result[name], expected[name], rtol=1e-6, atol=1e-7)
+
     def test_a_tensor_that_has_the_name_in_two_ways_is_one(self) -> None:
         names = [f"transformer.blocks.{n}.attn.Wqkv.weight" for n in range(2)]
         base = {name: numbers(8, 4, seed=name) for name in names}

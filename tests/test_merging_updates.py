@@ -611,17 +611,18 @@ class TestTiedHeads:
             tensors[self.table], self.rounded(trained.get(EMBED, numbers(40, 16)))
         )
 
-    def test_a_tensor_without_a_place_is_named_with_the_remedy(self, tmp_path: Path) -> None:
+    def test_a_trained_tensor_that_the_model_lacks_is_added(self, tmp_path: Path) -> None:
         base = xckpt.open({Q: numbers(24, 16), NORM: numbers(16)})
-        new = numbers(40, 16)
-        tensors = lora(Q, 24, 16) | {"base_model.model.other.weight": new}
-        path = adapter(tmp_path / "lora", tensors)
-        text = r"assign\({name: adapter\['base_model\.model\.other\.weight'\]\.variable}\).*'other"
-        with pytest.warns(CheckpointWarning, match=text):
-            merged = base.ckpt.merge(path)
-        opened = xckpt.open(path)
-        merged = merged.assign({"other.weight": opened["base_model.model.other.weight"].variable})
-        np.testing.assert_array_equal(saved(merged, tmp_path)["other.weight"], new)
+        new = {"classifier.weight": numbers(3, 16), "classifier.bias": numbers(3)}
+        trained = {f"base_model.model.{name}": array for name, array in new.items()}
+        merged = base.ckpt.merge(adapter(tmp_path / "lora", lora(Q, 24, 16) | trained))
+        tensors = saved(merged, tmp_path)
+        assert set(tensors) == {Q, NORM, *new}
+        for name, array in new.items():
+            np.testing.assert_array_equal(tensors[name], array)
+        path = adapter(tmp_path / "other", lora(Q, 24, 16) | lora(K, 16, 16) | trained)
+        with pytest.warns(CheckpointWarning, match=r"lacks tensors.*'classifier\.bias'"):
+            assert set(base.ckpt.merge(path)) == {Q, NORM}
 
 
 def test_updates_of_names_without_a_module() -> None:

@@ -52,9 +52,6 @@ _AVERAGED = (
     "(base.ckpt.merge(x, scale=.5).ckpt.merge(y, scale=.5) adds the mean of the updates, and "
     "xckpt.extract_adapter makes an adapter of the result)"
 )
-_NOT_ADDED = (
-    "merged.assign({{name: adapter[{}].variable}}) adds a tensor that an adapter has as a whole"
-)
 #: Parts that no scale multiplies, by the kind of adapter.
 _UNSCALED = {
     "tensors of the adapter that replace tensors of the model, as modules_to_save do,": (
@@ -78,15 +75,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
             f"nothing to merge: {shown(changes.source) if changes.source else 'the object'} has no "
             "tensors, as a pattern that matches none, or arithmetic, left them out"
         )
-    model = OpenTensors(obj)
-    mapped = [entry for v in model.variables.values() for entry in mapped_arrays(v)]
-    sources = {model.source, *model.origins(1), *[entry.opened.source for entry in mapped]}
-    bases = set(map(base_name, sources))
-    for loss in losses(changes):
-        if loss.source not in bases:  # whose tensors stay
-            warn(f"{loss}: {some(loss.names)}")
-    for text, products in factor_changes(changes).items():
-        warn(f"{text}: {some(products)}")
+    _warn_of_operands(OpenTensors(obj), changes)
     is_model = scale != 1 and not adapters and (changes.format is not None or _is_model(changes))
     if is_model and scale is None:
         raise _no_change(changes)
@@ -101,7 +90,10 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         raise _no_change(changes)
     if not matches:
         raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
-    _warn_of_missing(missing, adapters)
+    new = _new_tensors(adapters, missing, changes)
+    missing = [name for name in missing if name not in new]
+    if missing:
+        warn(f"the model lacks tensors that are to be changed: {some(missing)}")
     if scale not in {None, 1.0}:
         _warn_of_unscaled(matches)
     merged = {
@@ -115,15 +107,32 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         for name, variable in variables.items()
         if str(variable.encoding.get("shares")) in merged
     }
-    return replace_tensors(obj, untied | merged)
+    return replace_tensors(obj, untied | merged | new)
 
 
-def _warn_of_missing(missing: Sequence[str], adapters: Sequence[Adapter]) -> None:
-    """Warn of tensors that the model lacks, with the call that adds those of an adapter."""
-    saved = [a.tensors["value"] for a in adapters if a.base in missing and a.kind == "saved"]
-    hint = f" ({_NOT_ADDED.format(shown(saved[0]))})" if saved else ""
-    if missing:
-        warn(f"the model lacks tensors that are to be changed{hint}: {some(missing)}")
+def _warn_of_operands(model: OpenTensors, changes: OpenTensors) -> None:
+    """Warn of tensors that changes lack, and of factors that arithmetic changed."""
+    mapped = [entry for v in model.variables.values() for entry in mapped_arrays(v)]
+    sources = {model.source, *model.origins(1), *[entry.opened.source for entry in mapped]}
+    bases = set(map(base_name, sources))
+    for loss in losses(changes):
+        if loss.source not in bases:  # whose tensors stay
+            warn(f"{loss}: {some(loss.names)}")
+    for text, products in factor_changes(changes).items():
+        warn(f"{text}: {some(products)}")
+
+
+def _new_tensors(
+    adapters: Sequence[Adapter], missing: Sequence[str], changes: OpenTensors
+) -> dict[str, xr.Variable]:
+    """Return the trained tensors that an adapter of the model adds to it, such as a classifier."""
+    if any(adapter.is_product and adapter.base in missing for adapter in adapters):
+        return {}  # of another model
+    return {
+        adapter.base: _as_new(changes.variable(adapter.tensors["value"]))
+        for adapter in adapters
+        if adapter.kind == "saved" and adapter.base in missing
+    }
 
 
 def _warn_of_unscaled(matches: Mapping[str, Sequence[Adapter]]) -> None:

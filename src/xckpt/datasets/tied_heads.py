@@ -41,7 +41,8 @@ def untied_head(
     `heads` has the trained heads that the model lacks, and `matches` the changes by tensor.
     """
     structure = model.structure
-    if structure.models is None or structure.facts.is_untied:
+    saved = {name: a for name, of_name in matches.items() for a in of_name if a.kind == "saved"}
+    if not (heads or saved) or structure.models is None or structure.facts.is_untied:
         return None
     slots = {structure.slot(n): n for n in structure if structure.param(n) == "weight"}
     table = slots.get(_TABLE)
@@ -50,18 +51,13 @@ def untied_head(
     name = structure.models.name_beside(table, _HEAD) or next((a.base for a in heads), None)
     if name is None:
         return None
-    before, trained = (
-        model.variable(table),
-        [a for a in matches.get(table, ()) if a.kind == "saved"],
-    )
+    before, trained = model.variable(table), saved.get(table)
     if heads:
-        after = changes.variable(trained[0].tensors["value"]) if trained else before
+        after = changes.variable(trained.tensors["value"]) if trained else before
         is_same = are_equal(after, changes.variable(heads[0].tensors["value"]))
         return None if is_same else UntiedHead(name, table, heads[0])
-    has_old = (
-        any(adapter.shape == before.shape for adapter in trained) and structure.facts.states_head
-    )
-    return UntiedHead(name, table, None) if has_old else None
+    has_old = trained is not None and trained.shape == before.shape
+    return UntiedHead(name, table, None) if has_old and structure.facts.states_head else None
 
 
 def are_equal(a: xr.Variable, b: xr.Variable) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.errors import shown, some
@@ -42,6 +42,8 @@ PIPELINE_PARTS = {
 _WORDS = PIPELINE_PARTS.keys() - {"transformer"}  # which is any module of other models
 # Parts of one model whose modules have the same slots.
 _INNER = frozenset({"vision", "text", "audio", "encoder", "decoder"})
+# Parts of a model beside its language model.
+_TOWERS = frozenset({"vision", "audio"})
 # Slots that are fused in some models, with those that they consist of, in the order of their rows.
 _FUSED = {
     "attention.qkv": ("attention.query", "attention.key", "attention.value"),
@@ -215,6 +217,9 @@ class Counterparts:
             return False
         if request.part and component == "vision" and request.part.startswith("text"):
             return False
+        stated = _stated_component(request.path)
+        if stated and component != stated and {stated, component} & _TOWERS:
+            return False
         return not inner or component not in _INNER or inner == component
 
     def _fitting(self, request: Requested, names: list[str]) -> list[str]:
@@ -371,6 +376,15 @@ class Counterparts:
                         inner = inner if inner in _INNER else ""
                         alternates = table.alternates(match.row, types)
                         yield _Spelling(table.name, *position, inner, alternates)
+
+
+@lru_cache(maxsize=1 << 12)
+def _stated_component(path: str) -> str:
+    """Return whether a path leads to the text, vision or audio of a model; empty if unknown."""
+    from xckpt.structure.families.choosing import component_of
+
+    component = component_of(path.split(".", _MOST_WORDS))
+    return component if component == "text" or component in _TOWERS else ""
 
 
 def _ambiguous(request: Requested, names: Sequence[str]) -> ValueError:

@@ -54,6 +54,11 @@ _WRAPPERS = frozenset({
 })  # fmt: skip
 
 
+def component_of(words: Iterable[str]) -> str:
+    """Return the component that the words in front of a name state; empty without one."""
+    return next((_COMPONENTS[word] for word in words if word in _COMPONENTS), "")
+
+
 # --- the tables -----------------------------------------------------------------------------------
 
 
