@@ -1327,6 +1327,28 @@ class TestSizesOfParts:
         ds.assign_attrs(config=stated | {"rope_theta": 5}).ckpt.save("other/")
         assert config("other") == stated | {"rope_theta": 5}
 
+    @pytest.mark.parametrize(
+        ("stated", "name", "text"),
+        [
+            ({"num_channels": 1}, "embeddings.patch_embeddings.projection", "num_channels 1: .* 3"),
+            ({"patch_size": 4}, "embeddings.patch_embeddings.projection", "patch_size 4: .* 8"),
+            ({"type_vocab_size": 1}, "embeddings.token_type_embeddings", "type_vocab_size 1: .* 2"),
+        ],
+        ids=["channels", "patches", "types of tokens"],
+    )
+    def test_sizes_of_single_tensors_in_memory_are_those_of_the_config(
+        self, stated: dict[str, Any], name: str, text: str
+    ) -> None:
+        shapes = {"patch_embeddings": (4, 3, 8, 8), "token_type_embeddings": (2, 4)}
+        shape = next(shape for word, shape in shapes.items() if word in name)
+        tensors = {f"{name}.weight": np.ones(shape, "f4"), "norm.weight": np.ones(4, "f4")}
+        right = {"num_channels": 3, "patch_size": 8, "type_vocab_size": 2}
+        model = xckpt.open(tensors).assign_attrs(config={"model_type": "vit"} | right | stated)
+        with pytest.warns(CheckpointWarning, match=f"not written, as {text}: 'config.json'"):
+            model.ckpt.save("out/")
+        with pytest.warns(CheckpointWarning, match="written from the attributes"):
+            model.assign_attrs(config=right).ckpt.save("right/")
+
     @pytest.mark.parametrize(("stated", "shapes", "edit", "new"), RIGHT.values(), ids=RIGHT)
     def test_edited_sizes_that_new_tensors_have_are_written(
         self, stated: dict[str, Any], shapes: Any, edit: dict[str, Any], new: Any

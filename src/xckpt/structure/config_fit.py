@@ -9,12 +9,18 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from copy import deepcopy
-from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import some
 from xckpt.formatting import counted
+from xckpt.structure.config_check import (
+    CONFIG_KEYS,
+    ConfigFit,
+    check_config,
+    count,
+    label_counts,
+    other_rows,
+)
 from xckpt.structure.facts import (
     KEYS,
     StatedSize,
@@ -35,14 +41,8 @@ if TYPE_CHECKING:
 
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
-_NO_LAYERS = (
-    "no tensor has the name of a layer, as names in a stack from zarr or netCDF have no numbers "
-    "(save the checkpoint as it was opened, or .ckpt.unstack() it before to_zarr)"
-)
 _SHOWN = 3
 _LAYER_KEYS = (*KEYS["layer"], "n_layers")
-# Keys of configs by the name of an axis.
-_KEYS = KEYS | {"label": ("num_labels", "num_classes", "id2label", "label2id")}
 _TIED = "tie_word_embeddings"
 _CLASSES = "architectures"
 _NUMBERS_OF_TOKENS = "_token_id"  # at the end of keys
@@ -55,91 +55,6 @@ _EXCLUDED_KEYS = {
     "compressed-tensors": "ignore",
     "bitsandbytes": "llm_int8_skip_modules",
 }
-
-
-@dataclass(slots=True)
-class ConfigFit:
-    """A config for new tensors, and its differences from the one for the old tensors."""
-
-    config: dict[str, Any]
-    #: Values that follow from the new tensors: "vocab_size: 36 (was 32)".
-    corrections: list[str] = field(default_factory=list)
-    #: Differences without a certain value.
-    problems: list[str] = field(default_factory=list)
-    #: Names of the model's code that no tensor has, although all shapes are there.
-    renamed: str = ""
-    #: Weights of the model that are missing.
-    missing: list[str] = field(default_factory=list)
-    #: Tensors that the model lacks, also under another number of a layer.
-    added: list[str] = field(default_factory=list)
-    #: Whether the vocabulary lost rows, has another number of rows, or has them in another order.
-    has_fewer_tokens: bool = False
-    has_other_tokens: bool = False
-    has_reordered_tokens: bool = False
-    #: Numbers of tokens that have no row: "pad_token_id: 32".
-    unknown_tokens: dict[str, None] = field(default_factory=dict)
-    #: The key of labels, or of their numbers, that an edit of the other one contradicts.
-    contradicted_key: str = ""
-    #: Keys whose values the user set.
-    edited: frozenset[str] = frozenset()
-
-    def place(self, size: StatedSize) -> str:
-        """Return the path of the key of a size."""
-        parts = (f"{name}." for name, part in self.config.items() if part is size.section)
-        return f"{next(parts, '')}{size.key}"
-
-    def add_problem(self, text: str, places: Iterable[str] = ()) -> None:
-        """Add a difference that edits of these keys may explain."""
-        if self.edited.isdisjoint([place.partition(".")[0] for place in places]):
-            self.problems.append(text)
-
-    def correct(self, size: StatedSize, value: int) -> None:
-        """State another size, unless the user did."""
-        place = self.place(size)
-        section: Any = size.section  # a part of the copy
-        if place.partition(".")[0] not in self.edited:
-            self.corrections.append(f"{place}: {value} (was {size.value})")
-            section[size.key] = value
-
-
-def check_config(
-    config: Mapping[str, Any], tensors: Sequence[Described], *, counts_layers: bool = True
-) -> ConfigFit:
-    """Return a config with the sizes that tensors contradict, whose old tensors are unknown."""
-    fit = ConfigFit(deepcopy(dict(config)))
-    structure, stated = Structure(tensors), model_facts({"config": config}).sizes
-    sizes_by_axis = sizes_stated_in(fit.config)
-    extents: dict[str, set[int]] = defaultdict(set)
-    layers, experts = set(), set()
-    for tensor in tensors:
-        info = structure[tensor.name]
-        layers.update([number for name, number in info.indices if name == "layer"])
-        experts.update([number for name, number in info.indices if name == "expert"])
-        for axis, extent in zip(info.axes, tensor.shape, strict=True):
-            extents[axis or ""].add(extent)
-    if experts:
-        extents["expert"].add(len(experts))
-    if not counts_layers:
-        extents.pop("layer", None)
-    elif layers:
-        extents["layer"] = {len(layers)}
-    elif "layer" in sizes_by_axis and "layer" not in extents:
-        fit.problems.append(
-            f"{fit.place(sizes_by_axis['layer'])} {sizes_by_axis['layer'].value}: {_NO_LAYERS}"
-        )
-    for axis, sizes in extents.items():
-        factors = [stated[name] for name in axis.split("*") if name in stated]
-        if len(factors) == axis.count("*") + 1 and sizes != {prod(factors)}:
-            new = " and ".join(map(str, sorted(sizes)))
-            sizes_of_axis = [
-                sizes_by_axis[name] for name in axis.split("*") if name in sizes_by_axis
-            ]
-            keys = [f"{fit.place(size)} {size.value}" for size in sizes_of_axis]
-            is_known = len(keys) == len(factors)
-            text = " and ".join(keys) if is_known else f"{axis} {prod(factors)}"
-            was = f" instead of {prod(factors)}" if is_known and len(keys) > 1 else ""
-            fit.problems.append(f"{text}: the tensors have {new}{was}")
-    return fit
 
 
 def fit_config(
@@ -186,7 +101,7 @@ def fit_config(
         fit.problems += [text for text in problems if text.partition(":")[0] not in contradicted]
         _check_edited_layers(fit, config, structure, new)
         _check_edited_labels(
-            fit, config, _label_counts(structure, old), _label_counts(Structure(after, facts), new)
+            fit, config, label_counts(structure, old), label_counts(Structure(after, facts), new)
         )
     _check_tokens(fit)
     return fit
@@ -222,10 +137,10 @@ def _check_edited_labels(
     fit: ConfigFit, config: Mapping[str, Any], old: Collection[int], new: Collection[int]
 ) -> None:
     """Compare edited labels with the rows of the classifier, and with each other."""
-    for key in (key for key in _KEYS["label"] if key in fit.edited and key in fit.config):
-        was, now = (_count(c[key]) if key in c else None for c in (config, fit.config))
+    for key in (key for key in CONFIG_KEYS["label"] if key in fit.edited and key in fit.config):
+        was, now = (count(c[key]) if key in c else None for c in (config, fit.config))
         if new and now is not None and now not in new and (was is None or was in old):
-            fit.problems.append(_other_rows(key, now, new))
+            fit.problems.append(other_rows(key, now, new))
     labels, numbers = (fit.config.get(key) for key in ("id2label", "label2id"))
     if isinstance(labels, dict) and isinstance(numbers, dict):
         pairs = {(str(number), str(label)) for number, label in labels.items()}
@@ -234,37 +149,6 @@ def _check_edited_labels(
         }:
             is_edited = "label2id" in fit.edited
             fit.contradicted_key = "id2label" if is_edited else "label2id"
-
-
-def check_labels(fit: ConfigFit, tensors: Sequence[Described]) -> None:
-    """Compare the labels of a config with the rows of classifiers, whose old ones are unknown."""
-    rows = _label_counts(Structure(tensors), {tensor.name: tensor.shape for tensor in tensors})
-    for key in _KEYS["label"] if rows else ():
-        count = _count(fit.config.get(key))
-        if count is not None and rows != {count}:
-            fit.problems.append(_other_rows(key, count, rows))
-
-
-def _other_rows(key: str, count: int, rows: Collection[int]) -> str:
-    return f"{key} {count}: the classifier has {' and '.join(map(str, sorted(rows)))} rows"
-
-
-def _label_counts(structure: Structure, shapes: Mapping[str, Shape]) -> set[int]:
-    """Return the numbers of rows of classifiers."""
-    return {
-        extent
-        for name in structure
-        if structure[name].slot == "classifier"
-        for axis, extent in zip(structure[name].axes, shapes[name], strict=True)
-        if axis == "label"
-    }
-
-
-def _count(value: Any) -> int | None:
-    """Return a number, or the number of names; None for other values."""
-    if isinstance(value, dict | list):
-        return len(value)
-    return value if type(value) is int else None
 
 
 def _fit_head(
@@ -568,7 +452,9 @@ def _fit_axes(
                 extents[axis].add(pair)
             elif pair[0] != pair[1] and number not in stated:
                 unexplained[name] = None
-                keys |= dict.fromkeys(key for key in _KEYS.get(axis or "", ()) if key in fit.config)
+                keys |= dict.fromkeys(
+                    key for key in CONFIG_KEYS.get(axis or "", ()) if key in fit.config
+                )
     fit.problems += problems.values()
     for axis, pairs in extents.items():
         _fit_size(fit, axis, pairs, sizes)

@@ -329,6 +329,22 @@ def compare_extents(
     return axes, problems
 
 
+def contradicted_extents(name: str, shape: Shape, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return how a tensor contradicts values of a config that alone state an extent, by key."""
+    stated = {
+        key: size
+        for (key, _), size in _extents_stated_for(name, config).items()
+        if " and " not in size.text and -len(shape) <= size.axis < len(shape)
+    }
+    # Sections of one config may differ, of which the model uses one.
+    right = {size.axis for size in stated.values() if size.extent == shape[size.axis]}
+    return {
+        key: f"{size.text}: the tensors have {shape[size.axis]}"
+        for key, size in stated.items()
+        if size.axis not in right
+    }
+
+
 # --- quantisation --------------------------------------------------------------------------------
 
 # Places of the declaration in `config.json`, best first. `compression_config` is a declaration or

@@ -26,15 +26,8 @@ from xckpt.formatting import counted
 from xckpt.index import StoredList
 from xckpt.quantization.model import parse_json
 from xckpt.storage import write_file
-from xckpt.structure.config_fit import (
-    ConfigFit,
-    check_config,
-    check_kinds,
-    check_labels,
-    fit_config,
-    fit_quantization,
-    tokens_without_row,
-)
+from xckpt.structure.config_check import ConfigFit, check_config, check_extents, check_labels
+from xckpt.structure.config_fit import check_kinds, fit_config, fit_quantization, tokens_without_row
 from xckpt.structure.facts import is_gguf, model_facts, sizes_stated_in
 from xckpt.structure.info import Described
 from xckpt.structure.model import Structure
@@ -225,6 +218,7 @@ def _fit(
         return fit_config(config, before, after, sources, edited)
     fit = check_config(edited, after)
     check_labels(fit, after)
+    check_extents(fit, after)
     return fit
 
 

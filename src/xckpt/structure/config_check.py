@@ -1,0 +1,157 @@
+"""Differences of a config from the tensors of a model, whose old tensors may be unknown."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from copy import deepcopy
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from xckpt.structure.facts import (
+    KEYS,
+    StatedSize,
+    contradicted_extents,
+    model_facts,
+    sizes_stated_in,
+)
+from xckpt.structure.model import Structure
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from xckpt.structure.info import Described
+
+    Shape = tuple[int, ...]
+
+_NO_LAYERS = (
+    "no tensor has the name of a layer, as names in a stack from zarr or netCDF have no numbers "
+    "(save the checkpoint as it was opened, or .ckpt.unstack() it before to_zarr)"
+)
+#: Keys of configs by the name of an axis.
+CONFIG_KEYS = KEYS | {"label": ("num_labels", "num_classes", "id2label", "label2id")}
+
+
+@dataclass(slots=True)
+class ConfigFit:
+    """A config for new tensors, and its differences from the one for the old tensors."""
+
+    config: dict[str, Any]
+    #: Values that follow from the new tensors: "vocab_size: 36 (was 32)".
+    corrections: list[str] = field(default_factory=list)
+    #: Differences without a certain value.
+    problems: list[str] = field(default_factory=list)
+    #: Names of the model's code that no tensor has, although all shapes are there.
+    renamed: str = ""
+    #: Weights of the model that are missing.
+    missing: list[str] = field(default_factory=list)
+    #: Tensors that the model lacks, also under another number of a layer.
+    added: list[str] = field(default_factory=list)
+    #: Whether the vocabulary lost rows, has another number of rows, or has them in another order.
+    has_fewer_tokens: bool = False
+    has_other_tokens: bool = False
+    has_reordered_tokens: bool = False
+    #: Numbers of tokens that have no row: "pad_token_id: 32".
+    unknown_tokens: dict[str, None] = field(default_factory=dict)
+    #: The key of labels, or of their numbers, that an edit of the other one contradicts.
+    contradicted_key: str = ""
+    #: Keys whose values the user set.
+    edited: frozenset[str] = frozenset()
+
+    def place(self, size: StatedSize) -> str:
+        """Return the path of the key of a size."""
+        parts = (f"{name}." for name, part in self.config.items() if part is size.section)
+        return f"{next(parts, '')}{size.key}"
+
+    def add_problem(self, text: str, places: Iterable[str] = ()) -> None:
+        """Add a difference that edits of these keys may explain."""
+        if self.edited.isdisjoint([place.partition(".")[0] for place in places]):
+            self.problems.append(text)
+
+    def correct(self, size: StatedSize, value: int) -> None:
+        """State another size, unless the user did."""
+        place = self.place(size)
+        section: Any = size.section  # a part of the copy
+        if place.partition(".")[0] not in self.edited:
+            self.corrections.append(f"{place}: {value} (was {size.value})")
+            section[size.key] = value
+
+
+def check_config(
+    config: Mapping[str, Any], tensors: Sequence[Described], *, counts_layers: bool = True
+) -> ConfigFit:
+    """Return a config with the sizes that tensors contradict, whose old tensors are unknown."""
+    fit = ConfigFit(deepcopy(dict(config)))
+    structure, stated = Structure(tensors), model_facts({"config": config}).sizes
+    sizes_by_axis = sizes_stated_in(fit.config)
+    extents: dict[str, set[int]] = defaultdict(set)
+    layers, experts = set(), set()
+    for tensor in tensors:
+        info = structure[tensor.name]
+        layers.update([number for name, number in info.indices if name == "layer"])
+        experts.update([number for name, number in info.indices if name == "expert"])
+        for axis, extent in zip(info.axes, tensor.shape, strict=True):
+            extents[axis or ""].add(extent)
+    if experts:
+        extents["expert"].add(len(experts))
+    if not counts_layers:
+        extents.pop("layer", None)
+    elif layers:
+        extents["layer"] = {len(layers)}
+    elif "layer" in sizes_by_axis and "layer" not in extents:
+        fit.problems.append(
+            f"{fit.place(sizes_by_axis['layer'])} {sizes_by_axis['layer'].value}: {_NO_LAYERS}"
+        )
+    for axis, sizes in extents.items():
+        factors = [stated[name] for name in axis.split("*") if name in stated]
+        if len(factors) == axis.count("*") + 1 and sizes != {prod(factors)}:
+            new = " and ".join(map(str, sorted(sizes)))
+            sizes_of_axis = [
+                sizes_by_axis[name] for name in axis.split("*") if name in sizes_by_axis
+            ]
+            keys = [f"{fit.place(size)} {size.value}" for size in sizes_of_axis]
+            is_known = len(keys) == len(factors)
+            text = " and ".join(keys) if is_known else f"{axis} {prod(factors)}"
+            was = f" instead of {prod(factors)}" if is_known and len(keys) > 1 else ""
+            fit.problems.append(f"{text}: the tensors have {new}{was}")
+    return fit
+
+
+def check_extents(fit: ConfigFit, tensors: Sequence[Described]) -> None:
+    """Compare sizes of single tensors with a config, whose old tensors are unknown."""
+    problems: dict[str, str] = {}
+    for tensor in tensors:
+        problems |= contradicted_extents(tensor.name, tensor.shape, fit.config)
+    fit.problems += problems.values()
+
+
+def check_labels(fit: ConfigFit, tensors: Sequence[Described]) -> None:
+    """Compare the labels of a config with the rows of classifiers, whose old ones are unknown."""
+    rows = label_counts(Structure(tensors), {tensor.name: tensor.shape for tensor in tensors})
+    for key in CONFIG_KEYS["label"] if rows else ():
+        number = count(fit.config.get(key))
+        if number is not None and rows != {number}:
+            fit.problems.append(other_rows(key, number, rows))
+
+
+def other_rows(key: str, count: int, rows: Collection[int]) -> str:
+    """Describe a number of labels that classifiers contradict."""
+    return f"{key} {count}: the classifier has {' and '.join(map(str, sorted(rows)))} rows"
+
+
+def label_counts(structure: Structure, shapes: Mapping[str, Shape]) -> set[int]:
+    """Return the numbers of rows of classifiers."""
+    return {
+        extent
+        for name in structure
+        if structure[name].slot == "classifier"
+        for axis, extent in zip(structure[name].axes, shapes[name], strict=True)
+        if axis == "label"
+    }
+
+
+def count(value: Any) -> int | None:
+    """Return a number, or the number of names; None for other values."""
+    if isinstance(value, dict | list):
+        return len(value)
+    return value if type(value) is int else None
