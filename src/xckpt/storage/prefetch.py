@@ -267,13 +267,19 @@ def _release(span: _Span) -> None:
 # --- from ranges to requests ---------------------------------------------------------------------
 
 
-def _by_distance(
-    ranges: Iterable[Range],
-) -> tuple[Counter[Range], list[tuple[Source, int, int]]]:
+class _Piece(NamedTuple):
+    """A range of a local file that the disk is asked for at once."""
+
+    file: Source
+    start: int
+    stop: int
+
+
+def _by_distance(ranges: Iterable[Range]) -> tuple[Counter[Range], list[_Piece]]:
     """Return ranges of far files with how often each is announced, and pieces of local files."""
     files: dict[int, tuple[Source, bool] | None] = {}
     far: Counter[Range] = Counter()
-    near: list[tuple[Source, int, int]] = []  # file, start and stop
+    near: list[_Piece] = []
     for source, offset, nbytes in ranges:
         if id(source) not in files:
             files[id(source)] = None
@@ -286,12 +292,11 @@ def _by_distance(
         if is_far and offset + nbytes <= file.size:
             far[file, offset, nbytes] += 1
         elif file.is_near:
-            at, stop = offset, min(offset + nbytes, file.size)
-            if near and near[-1][0] is file and 0 <= at - near[-1][2] <= _PAGE_NBYTES:
-                at = near.pop()[1]
-            while at < stop:
-                near.append((file, at, min(stop, at + _PIECE_NBYTES)))
-                at = near[-1][2]
+            first, stop = offset, min(offset + nbytes, file.size)
+            if near and near[-1].file is file and 0 <= first - near[-1].stop <= _PAGE_NBYTES:
+                first = near.pop().start
+            starts = range(first, stop, _PIECE_NBYTES)
+            near += [_Piece(file, start, min(stop, start + _PIECE_NBYTES)) for start in starts]
     return far, near
 
 
@@ -368,11 +373,11 @@ def _cut(source: Source, run: list[_Announced], position: int) -> Iterator[_Span
 class _Disk:
     """Asks the disk for pieces of files, in their order, as others are read."""
 
-    def __init__(self, pieces: list[tuple[Source, int, int]]) -> None:
+    def __init__(self, pieces: list[_Piece]) -> None:
         self._pieces = pieces
         self._next = self._asked = self._read = 0
         self._lock = threading.Lock()
-        self._paths = {source.name for source, _, _ in pieces}
+        self._paths = {piece.file.name for piece in pieces}
         with _shared.lock:
             for path in self._paths:
                 _shared.on_disk[path] = (*_shared.on_disk.get(path, ()), self)
@@ -394,9 +399,9 @@ class _Disk:
             try:
                 if self._next == len(self._pieces):
                     return
-                source, start, stop = self._pieces[self._next]
+                file, start, stop = self._pieces[self._next]
                 self._next += 1
                 self._asked += stop - start
-                source.expect(start, stop - start)
+                file.expect(start, stop - start)
             finally:
                 self._lock.release()
