@@ -154,11 +154,11 @@ class Cursor:
         except UnicodeDecodeError as error:
             raise FormatError(f"{label} is not UTF-8: {error}", offset=at, rule=rule) from error
 
-    def skip_texts(self, count: int, length: Struct, label: str) -> None:
+    def skip_texts(self, count: int, length: Struct) -> None:
         """Skip texts with their lengths before them, without decoding any."""
         unpack, size, remaining = length.unpack_from, length.size, count
         while remaining:
-            self.take(size, label)  # moves the window to the next length
+            self.take(size, "a text")  # moves the window to the next length
             at = begin = self.at - size - self._base
             done = 0
             try:
@@ -168,7 +168,7 @@ class Cursor:
             except (StructError, OverflowError):
                 remaining -= done
             self.at = self._base + begin
-            self.skip(at - begin, label)
+            self.skip(at - begin, "a text")
 
     def skip(self, nbytes: int, label: str) -> None:
         """Skip bytes without reading them."""

@@ -219,15 +219,16 @@ def _merged(ranges: Sequence[tuple[int, int]], gap: int) -> list[_Span]:
     # `fsspec.utils.merge_offset_ranges` does not return which ranges a merged one has.
     spans: list[_Span] = []
     for position in sorted(range(len(ranges)), key=ranges.__getitem__):
-        start, stop = ranges[position][0], sum(ranges[position])
+        start, nbytes = ranges[position]
+        stop = start + nbytes
         if spans:
-            first, nbytes, positions = spans[-1]
-            end = first + nbytes
-            if stop <= end or (start - end <= gap and stop - first <= _LARGEST_MERGED):
-                positions.append(position)
-                spans[-1] = _Span(first, max(end, stop) - first, positions)
+            last = spans[-1]
+            end = last.offset + last.nbytes
+            if stop <= end or (start - end <= gap and stop - last.offset <= _LARGEST_MERGED):
+                last.positions.append(position)
+                spans[-1] = last._replace(nbytes=max(end, stop) - last.offset)
                 continue
-        spans.append(_Span(start, stop - start, [position]))
+        spans.append(_Span(start, nbytes, [position]))
     return spans
 
 

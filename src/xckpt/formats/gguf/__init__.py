@@ -392,7 +392,7 @@ class _HeadReader:
         """Skip a list, and return its position in the file."""
         start, order = self.cursor.at, self.byteorder
         if dtype == "text":
-            self.cursor.skip_texts(count, self.count, "a text")
+            self.cursor.skip_texts(count, self.count)
             nbytes = self.cursor.at - start
             return StoredList(
                 Part("uint8", (nbytes,), start, nbytes, byteorder=order), count, least
