@@ -1,4 +1,4 @@
-"""What a checkpoint is, as blocks: the summary of its model, its findings, and its structure."""
+"""A checkpoint as blocks: the summary of its model, its findings, and its structure."""
 
 from __future__ import annotations
 
@@ -135,10 +135,10 @@ def _components(summary: Summary) -> list[tuple[GroupTotal, str]]:
     components = summary.components
     totals = [(total, "parameter") for total in components[:_MOST_COMPONENTS]]
     if remaining := components[_MOST_COMPONENTS:]:
-        others = GroupTotal(counted(len(remaining), "more component"))
+        sums = GroupTotal(counted(len(remaining), "more component"))
         for total in remaining:
-            others.add(total.tensors, total.size, total.nbytes)
-        totals.append((others, ""))
+            sums.add(total.tensors, total.size, total.nbytes)
+        totals.append((sums, ""))
     return totals
 
 

@@ -191,7 +191,7 @@ def best_factors(
         squares, vectors = np.linalg.eigh(_gram(blocks, 1.0, threads))
         largest = squares[::-1], vectors[:, ::-1]
     squares, vectors = largest
-    # One more than `most` tells whether others are left out.
+    # One more than `most` shows whether others are left out.
     is_above = squares[: most + 1] > max(floor, _HIDDEN * squares[0])
     available = squares[: max(1, np.count_nonzero(is_above))]
     rank = choose(available, total)

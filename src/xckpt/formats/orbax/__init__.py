@@ -247,7 +247,7 @@ class _Folder:
         return metadata
 
     def _tree(self, metadata: Mapping[str, Any], source: Readable, head: bytes) -> _Tree:
-        """Return what the metadata list, or the msgpack file of old versions."""
+        """Return the tree in the metadata, or in the msgpack file of old versions."""
         if not metadata:
             return self._old_tree(source if head[:1] in _MAPS else None)
         custom = metadata.get("custom_metadata")
@@ -295,7 +295,7 @@ class _Folder:
                 tree.tensors[name] = Tensor(name, "unknown", (), {}, problem=problem, path=path)
 
     def _old_tree(self, source: Readable | None) -> _Tree:
-        """Return what the msgpack file of old versions has, as the format flax reads it."""
+        """Return the tree in the msgpack file of old versions, as the format flax reads it."""
         tree = _Tree({}, {}, {})
         file = source or self._optional(self._prefix + _OLD_TREE)
         if file is None:
