@@ -267,7 +267,7 @@ def _release(span: _Span) -> None:
 # --- from ranges to requests ---------------------------------------------------------------------
 
 
-class _Piece(NamedTuple):
+class _DiskPiece(NamedTuple):
     """A range of a local file that the disk is asked for at once."""
 
     file: Source
@@ -275,11 +275,11 @@ class _Piece(NamedTuple):
     stop: int
 
 
-def _by_distance(ranges: Iterable[Range]) -> tuple[Counter[Range], list[_Piece]]:
+def _by_distance(ranges: Iterable[Range]) -> tuple[Counter[Range], list[_DiskPiece]]:
     """Return ranges of far files with how often each is announced, and pieces of local files."""
     files: dict[int, tuple[Source, bool] | None] = {}
     far: Counter[Range] = Counter()
-    near: list[_Piece] = []
+    near: list[_DiskPiece] = []
     for source, offset, nbytes in ranges:
         if id(source) not in files:
             files[id(source)] = None
@@ -296,7 +296,7 @@ def _by_distance(ranges: Iterable[Range]) -> tuple[Counter[Range], list[_Piece]]
             if near and near[-1].file is file and 0 <= first - near[-1].stop <= _PAGE_NBYTES:
                 first = near.pop().start
             starts = range(first, stop, _PIECE_NBYTES)
-            near += [_Piece(file, start, min(stop, start + _PIECE_NBYTES)) for start in starts]
+            near += [_DiskPiece(file, start, min(stop, start + _PIECE_NBYTES)) for start in starts]
     return far, near
 
 
@@ -373,7 +373,7 @@ def _cut(source: Source, run: list[_Announced], position: int) -> Iterator[_Span
 class _Disk:
     """Asks the disk for pieces of files, in their order, as others are read."""
 
-    def __init__(self, pieces: list[_Piece]) -> None:
+    def __init__(self, pieces: list[_DiskPiece]) -> None:
         self._pieces = pieces
         self._next = self._asked = self._read = 0
         self._lock = threading.Lock()

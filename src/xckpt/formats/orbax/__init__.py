@@ -122,7 +122,7 @@ def _joined(
 _MAPS = {bytes([code]) for code in (*range(0x80, 0x90), 0xDE, 0xDF)}
 
 
-class _Tree(NamedTuple):
+class _ItemTree(NamedTuple):
     """The values of an item."""
 
     paths: dict[str, Path]  # of arrays in folders or in the database, by name
@@ -246,7 +246,7 @@ class _Folder:
             raise FormatError(f"{_TREE} has no map 'tree_metadata'", offset=0, rule="Metadata")
         return metadata
 
-    def _tree(self, metadata: Mapping[str, Any], source: Readable, head: bytes) -> _Tree:
+    def _tree(self, metadata: Mapping[str, Any], source: Readable, head: bytes) -> _ItemTree:
         """Return the tree in the metadata, or in the msgpack file of old versions."""
         if not metadata:
             return self._old_tree(source if head[:1] in _MAPS else None)
@@ -270,13 +270,13 @@ class _Folder:
                 if name in places:
                     self._notes.add("two paths have this name, and one array", shown(name))
                 places.setdefault(name, path)
-        tree = _Tree(paths, attrs, {})
+        tree = _ItemTree(paths, attrs, {})
         self._add_aggregated(tree, elsewhere)
         return tree
 
-    def _add_aggregated(self, tree: _Tree, paths: Mapping[str, Path]) -> None:
+    def _add_aggregated(self, tree: _ItemTree, paths: Mapping[str, Path]) -> None:
         """Add the attributes and tensors whose values are in the msgpack file."""
-        aggregated = self._old_tree(None) if paths else _Tree({}, {}, {})
+        aggregated = self._old_tree(None) if paths else _ItemTree({}, {}, {})
         for name, path in paths.items():
             if name in aggregated.tensors:
                 tree.tensors[name] = aggregated.tensors[name]
@@ -294,9 +294,9 @@ class _Folder:
                 )
                 tree.tensors[name] = Tensor(name, "unknown", (), {}, problem=problem, path=path)
 
-    def _old_tree(self, source: Readable | None) -> _Tree:
+    def _old_tree(self, source: Readable | None) -> _ItemTree:
         """Return the tree in the msgpack file of old versions, as the format flax reads it."""
-        tree = _Tree({}, {}, {})
+        tree = _ItemTree({}, {}, {})
         file = source or self._optional(self._prefix + _OLD_TREE)
         if file is None:
             return tree

@@ -22,17 +22,17 @@ from __future__ import annotations
 
 from functools import partial
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, FormatError, TruncatedError, UnsupportedError, shown
 from xckpt.formats import archive, kit
 from xckpt.formats.pickles.machine import Machine
 from xckpt.formats.pickles.records import Pairs, spelled
 from xckpt.formats.pickles.scanning import LARGEST, scan, scan_file
-from xckpt.formats.torch.tensors import Region, Storage, itemsize_of, storage_of
+from xckpt.formats.torch.tensors import FileContents, Region, Storage, itemsize_of, storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from xckpt.readable import Readable
 
@@ -60,18 +60,6 @@ _MAGIC_TEXT = b"L%dL\n." % _MAGIC
 _PROTOCOL = 1001
 _COUNT = Struct("<q")
 _STEP = 1 << 20
-
-
-class FileContents(NamedTuple):
-    """The contents of a container: the unpickled value and a function that locates storages."""
-
-    version: str
-    value: Any
-    place: Callable[[str], Region]
-    nbytes: int  # of the pickle
-    base: int  # offset of the pickle
-    byteorder: str = "little"
-    constants: FileContents | None = None  # of a program of TorchScript
 
 
 def read(source: Readable, notes: kit.Notes) -> FileContents:

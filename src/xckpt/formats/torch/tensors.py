@@ -40,8 +40,6 @@ from xckpt.index import Part, Quantization, Tensor, span_of, strides_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.formats.torch.containers import FileContents
-
 _DEEPEST_TENSOR = 8  # a parameter of a parameter
 _MOST_INLINE = 1 << 24  # bytes of all arrays in the pickle itself
 _SHOWN = 200
@@ -112,6 +110,18 @@ class Region(NamedTuple):
     encoding: str | None = None
     crc: int = 0
     problem: CheckpointError | None = None  # the reason why the bytes cannot be read
+
+
+class FileContents(NamedTuple):
+    """The contents of a container: the unpickled value and a function that locates storages."""
+
+    version: str
+    value: Any
+    place: Callable[[str], Region]
+    nbytes: int  # of the pickle
+    base: int  # offset of the pickle
+    byteorder: str = "little"
+    constants: FileContents | None = None  # of a program of TorchScript
 
 
 class Storage(NamedTuple):
