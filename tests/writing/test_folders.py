@@ -974,6 +974,19 @@ class TestQuantizedModels:
         assert config("out")["quantization_config"] == before | {key: [*before.get(key, []), UP]}
         np.testing.assert_array_equal(xckpt.open("out")[f"{UP}.weight"], edited[f"{UP}.weight"])
 
+    def test_a_model_of_codes_keeps_its_type(self, quantized: tuple[xr.Dataset, str]) -> None:
+        stated = json.loads(Path("q/config.json").read_text()) | {"dtype": "float16"}
+        Path("q/config.json").write_text(json.dumps(stated))
+        ds = xckpt.open("q")
+        changed = [name for name in ds if ".layers.0." in str(name)]
+        text = r"of another type than float16 of config\.json.*down_proj\.weight float32"
+        with pytest.warns(CheckpointWarning, match=text):
+            ds.assign({name: ds[name] * 2 for name in changed}).ckpt.save("out/")
+        assert config("out")["dtype"] == "float16"
+        with pytest.warns(CheckpointWarning, match="no longer declared as quantised"):
+            (ds * 2).ckpt.save("dense/")
+        assert config("dense")["dtype"] == "float32"
+
     def test_dense_weights_have_no_declaration(self, quantized: tuple[xr.Dataset, str]) -> None:
         text = "values were computed are written dense, and no longer declared as quantised: .model"
         with pytest.warns(CheckpointWarning, match=text):

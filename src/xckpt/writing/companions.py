@@ -180,7 +180,9 @@ def companions_of(
     _check_experts(changes, origin, tensors.values(), fit.config)
     dropped = _other_ranks({**files, **stated}.get(ADAPTER_CONFIG), before, after)
     dropped |= _reasons(fit, [*files, *stated], len(before))
-    new = parsed | stated | ({CONFIG: _with_types(fit.config, after)} if config else {})
+    # Kernels of codes compute in the type that the config states.
+    fitted = fit.config if quantized else _with_types(fit.config, after)
+    new = parsed | stated | ({CONFIG: fitted} if config else {})
     contents: dict[str, bytes | Path] = {}
     for name in [*files, *stated]:
         if name in dropped:
@@ -197,7 +199,7 @@ def companions_of(
     written = new.get(CONFIG) if CONFIG in contents else None
     notes = (
         _notes(origin, contents, files, is_compared=bool(before)),
-        _other_types(written or {}, config, before, after),
+        _other_types(written or {}, config, [t for t in before if t.name not in dense], after),
     )
     for change, name in chain.from_iterable(notes):
         changes.add(change, name)

@@ -321,8 +321,9 @@ class Family:
         None if the model has no such slot.
         """
         place = self.describe(name)
-        for root in self.roots if place is not None else ():
-            if root.table.name != place.table or not name.startswith(root.prefix):
+        for root in self.roots:
+            is_of_root = place is not None and root.table.name == place.table
+            if not is_of_root or not name.startswith(root.prefix):
                 continue
             for row in root.table.rows:
                 if row.slot == slot and not row.param and "{" not in row.pattern:
