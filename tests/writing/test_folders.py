@@ -869,7 +869,7 @@ class TestNamesInStateDicts:
         text = rf"key that load_state_dict.*ds\.rename.*names=.*: '{key}\.'"
         with pytest.warns(CheckpointWarning, match=text):
             ds.ckpt.save(target)
-        xckpt.save(ds.rename({n: n.split(".", 1)[1] for n in ds}), "renamed.safetensors")
+        xckpt.save(ds.rename({n: str(n).split(".", 1)[1] for n in ds}), "renamed.safetensors")
         xckpt.convert(target, "converted.safetensors", names=("^[^.]*[.]", ""))
         for path in ("renamed.safetensors", "converted.safetensors"):
             assert xckpt.open(path).keys() == llama(0).keys()

@@ -223,10 +223,12 @@ def losses(tensors: OpenTensors) -> list[Loss]:
     return result
 
 
-def _tied_head(tensors: OpenTensors, missing: Iterable[str]) -> tuple[str, str] | None:
+def _tied_head(tensors: OpenTensors, missing: Mapping[str, None]) -> tuple[str, str] | None:
     """Return a missing head, and the embeddings that the other side has instead."""
     models = tensors.structure.models if missing else None
-    for name in missing if models is not None else ():
+    if models is None:
+        return None
+    for name in missing:
         place = models.describe(name)
         if place is not None and (place.slot, place.param) == ("output", "weight"):
             slots = {tensors.structure.slot(n): n for n in tensors.structure}

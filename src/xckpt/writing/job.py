@@ -411,8 +411,8 @@ def plan_job(
     try:
         draft, payloads = fitting.draft(gathered, path)
         if grown is None:
-            attrs = with_written_type(draft.attrs, gathered, payloads)
-            draft = dataclasses.replace(draft, attrs=attrs)
+            typed_attrs = with_written_type(draft.attrs, gathered, payloads)
+            draft = dataclasses.replace(draft, attrs=typed_attrs)
         plan = _plan(draft, fitting, format_options, before=before, grown=grown, replace=replace)
         fitting.changes.add_all(_IN_STATE_DICT, _wrapper_of(draft.tensors))
         fitting.changes.add_all(_OTHER_SHARDS, target.other_shards(plan.companions))
