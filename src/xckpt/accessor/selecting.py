@@ -28,7 +28,8 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
     """Return the model with an adapter or updates added; all its other tensors stay.
 
     Sums are lazy, and saved in the type of the model. The update of an adapter is
-    ``scale * B @ A``; DoRA then sets norms, and trained tensors replace those of the model.
+    ``scale * B @ A``; DoRA then sets norms, and trained tensors replace those of the model, or
+    are added to it.
 
     Parameters
     ----------
@@ -52,8 +53,8 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
         If the model has none of the changed tensors, or one of another shape; if the scale is
         unknown; if `other` is another model, whose tensors would be added.
     UnsupportedError
-        If the update of an adapter is not computed, such as that of VeRA, or the model has its
-        rows in another order.
+        If the update of an adapter is not computed, such as that of VeRA, or the model may have
+        its rows in another order that is unknown.
 
     Warns
     -----

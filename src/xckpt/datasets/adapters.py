@@ -113,7 +113,7 @@ class Adapter:
     is_linear: bool = False  # whether the config states the order of the axes
     rows: tuple[int, ...] = ()  # of the tensor, for "rows"
     is_optional: bool = False  # whether the base model may lack the tensor
-    heads: int = 0  # of the tensor, whose rows have another order than those of the adapter
+    heads: int = 0  # of a tensor that has its rows in another order
     is_undone: bool = False  # whether the halves of heads alternate in the adapter
 
     @property

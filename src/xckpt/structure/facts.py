@@ -111,7 +111,7 @@ class ModelFacts:
 
     @property
     def states_head(self) -> bool:
-        """Whether the config states a class of transformers with a head over the vocabulary."""
+        """Whether the class of transformers in the config has a head over the vocabulary."""
         classes = self.config.get("architectures")
         names = classes if isinstance(classes, list) else []
         return any(word in str(name) for name in names for word in _WITH_HEAD)
@@ -336,7 +336,7 @@ def contradicted_extents(name: str, shape: Shape, config: Mapping[str, Any]) -> 
         for (key, _), size in _extents_stated_for(name, config).items()
         if " and " not in size.text and -len(shape) <= size.axis < len(shape)
     }
-    # Sections of one config may differ, of which the model uses one.
+    # Sections of a config may differ, and the model uses one of them.
     right = {size.axis for size in stated.values() if size.extent == shape[size.axis]}
     return {
         key: f"{size.text}: the tensors have {shape[size.axis]}"
