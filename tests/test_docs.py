@@ -61,6 +61,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "docs/how-to/netcdf-and-zarr": documented.write_odd_names,
     "docs/how-to/leave-pickle-behind": documented.write_pickle,
     "docs/how-to/same-content": documented.write_steps,
+    "docs/arithmetic": documented.write_models,
     "docs/how-to/combine": documented.write_models,
 }
 # Pages that begin with one line of Python and what it prints.
