@@ -43,7 +43,9 @@ ALLOWED = {
     "names of one tensor in two projects": {
         *("labels/conventions.py", "comparison/names.py"),
     },
-    "numbers that siblings have apart from one another": {"comparison/explaining/siblings.py"},
+    "numbers that siblings have apart from one another": {
+        *("comparison/explaining/siblings.py", "comparison/explaining/fitting.py"),
+    },
 }
 #: Modules that take a name apart without its structure, by the reason.
 TAKEN_APART = {

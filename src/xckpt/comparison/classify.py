@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from xckpt.comparison.arrangements import HalvesExchanged, Padded, RopePermuted, Step
-from xckpt.comparison.names import role_of
+from xckpt.comparison.names import are_other_roles, role_of
 from xckpt.comparison.relations.causes import FRACTION_BITS, Elementwise, Relation, Transform
 from xckpt.formatting import counted
 
@@ -35,6 +35,8 @@ _UPRIGHT = frozenset({"token_embedding", "position_embedding", "norm"})
 _SCALED_FAMILY, _SCALED_SLOTS = "jais", frozenset({"token_embedding", "output"})
 # Index of the stages of a network, which some families number from the last to the first.
 _STAGE = "stage"
+# Agreement of two tensors that are known to have one place.
+_CERTAIN = 4
 # A larger share of elements does not stay equal when real numbers are quantised.
 _MOST_EQUAL = 0.5
 
@@ -136,6 +138,30 @@ class Places:
         """Return whether two tensors are known to have the same place."""
         key = self.key(0, a)
         return key is not None and key == self.key(1, b)
+
+    def likelihood(self, a: str, b: str) -> int:
+        """Return how well the places of two tensors agree; 0 if they are unknown."""
+        if self.agree(a, b):
+            return _CERTAIN
+        slots, kinds, ndims = zip(
+            *[self._facts(side, n) for side, n in enumerate((a, b))], strict=True
+        )
+        # A stack is of another kind, and a convolution of patches may be stored as a linear layer.
+        are_kinds = ndims[0] == ndims[1] and {*kinds} != {"linear", "convolution"}
+        facts = [slots, kinds] if are_kinds else [slots]
+        points = [1 if first == second else -1 for first, second in facts if first and second]
+        return sum(points) - are_other_roles(a, b)
+
+    def _facts(self, side: int, name: str) -> tuple[str, str, int]:
+        """Return the slot of a tensor in a layer, the kind of its module, and its number of axes.
+
+        The slot and the kind are empty if they are unknown.
+        """
+        structure = self.structures[side]
+        if name not in structure:
+            return "", "", 0
+        slot, ndim = structure.slot(name), len(structure.described(name).shape)
+        return slot if "." in slot else "", structure.module_type(name), ndim
 
     def are_turned(self, names: tuple[str, str]) -> bool:
         """Return whether the axes of the outputs of two weights are known, and differ."""

@@ -111,7 +111,7 @@ def last_words(name: str) -> str:
 
 def stem_of_leaf(name: str) -> str:
     """Return the name of the module of a weight or a bias; empty for other tensors."""
-    stem, leaf = _stem_of(name), last_word(name)
+    stem, leaf = stem_of(name), last_word(name)
     return stem if any(leaf in leaves for leaves in _LEAVES) else ""
 
 
@@ -128,7 +128,7 @@ class Rules:
         self._fronts: dict[str, Counter[str]] = defaultdict(Counter)
         self._ends: dict[str, Counter[str]] = defaultdict(Counter)
         #: Numbers of pairs of two modules.
-        self._modules = Counter((_stem_of(a), _stem_of(b)) for a, b in self.pairs)
+        self._modules = Counter((stem_of(a), stem_of(b)) for a, b in self.pairs)
         for a, b in self.pairs:
             first, second = spelled(a), spelled(b)
             if self._numbers(first) == second.numbers:
@@ -202,8 +202,8 @@ class Rules:
         if name == b or support <= self.support(a, b):
             return False
         # One other pair is less than the tensors of a module that stay together.
-        is_together = self._modules[_stem_of(a), _stem_of(b)] > 1
-        return support > 1 or not is_together or _stem_of(name) == _stem_of(b)
+        is_together = self._modules[stem_of(a), stem_of(b)] > 1
+        return support > 1 or not is_together or stem_of(name) == stem_of(b)
 
     def _keep_numbers(self) -> bool:
         """Return whether most pairs have the same numbers."""
@@ -316,11 +316,11 @@ class Rules:
         """
         partners: dict[str, dict[str, str]] = defaultdict(dict)
         for a, b in self.pairs:
-            stem = _stem_of(a)
+            stem = stem_of(a)
             partners[stem][a.removeprefix(stem)] = b
         by_targets: dict[frozenset[str], list[str]] = defaultdict(list)
         for stem, leaves in partners.items():
-            targets = frozenset(map(_stem_of, leaves.values()))
+            targets = frozenset(map(stem_of, leaves.values()))
             if len(targets) == 2:
                 by_targets[targets].append(stem)
         for stems in by_targets.values():
@@ -345,7 +345,7 @@ class Rules:
         groups: dict[object, list[tuple[str, str]]] = defaultdict(list)
         # Tensors of one module that stay together show that its other shapes are right, too.
         modules: dict[object, set[tuple[str, object]]] = defaultdict(set)
-        stems = [(_stem_of(a), _stem_of(b)) for a, b in self.pairs]
+        stems = [(stem_of(a), stem_of(b)) for a, b in self.pairs]
         for (_, b), stem in zip(self.pairs, stems, strict=True):
             modules[stem].add((b, shapes.get(b)))
         for (a, b), stem in zip(self.pairs, stems, strict=True):
@@ -449,7 +449,8 @@ def _split(template: str) -> tuple[str, str]:
     return stem, dot + leaf
 
 
-def _stem_of(name: str) -> str:
+def stem_of(name: str) -> str:
+    """Return a name without its last word."""
     return "".join(_split_before_dots(name)[:-1])
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from xckpt.arrays.lazy import dense_values
 from xckpt.comparison.arrangements import Padded, Truncated, arranged, part_of
 from xckpt.comparison.explaining.conversions import converted, folded, partly_converted
+from xckpt.comparison.explaining.fitting import fitting_worse
 from xckpt.comparison.explaining.joining import joined
 from xckpt.comparison.explaining.low_rank import NEAR, low_ranks, zero_rows
 from xckpt.comparison.explaining.outcome import (
@@ -92,6 +93,7 @@ def explain(
             for n, explanation in find(work).items():
                 work.explanations.setdefault(n, explanation)
         work.explanations |= claimed_twice(cases, work.explanations)
+        work.explanations |= fitting_worse(cases, work.explanations, places)
         work.explanations |= unlike_siblings(cases, work.explanations, places, work.verify)
         work.explanations |= turned_alone(cases, work.explanations, places)
         work.explanations |= unlike_norms(cases, work.explanations, places)

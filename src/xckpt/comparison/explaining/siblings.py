@@ -34,7 +34,7 @@ _FEWEST_SIBLINGS = 4
 _NUMBER = re.compile(r"_?[0-9]+")
 
 
-class _Siblings:
+class Siblings:
     """Groups of tensors that a conversion treats alike, by the numbers of their cases."""
 
     def __init__(self, cases: Sequence[Case], explanations: Mapping[int, Explanation]) -> None:
@@ -44,6 +44,12 @@ class _Siblings:
             for side, tensor in enumerate((case.match.ours, case.match.theirs)):
                 if tensor is not None and case.status:
                     self.numbers[side][tensor.name] = n
+
+    def size(self, side: int, name: str) -> int:
+        """Return the number of elements of a tensor; 0 if a side does not have it."""
+        n = self.numbers[side].get(name)
+        tensor = None if n is None else self.cases[n].match[1 + side]
+        return 0 if tensor is None else tensor.size
 
     def groups(
         self, places: Places, forms_of: Callable[[Structure, str], Iterable[object]]
@@ -103,7 +109,7 @@ def unlike_siblings(
     verify: Verify,
 ) -> dict[int, Explanation]:
     """Return new explanations of tensors that were not arranged as most of their siblings were."""
-    siblings = _Siblings(cases, explanations)
+    siblings = Siblings(cases, explanations)
     unlike: dict[int, Explanation] = {}
     judged: set[int] = set()
     for forms_of in (_template, _one_number, _convolution):
@@ -169,7 +175,7 @@ def claimed_twice(
 
     If another tensor of its shape has no partner, one of them is a copy in the wrong place.
     """
-    siblings = _Siblings(cases, explanations)
+    siblings = Siblings(cases, explanations)
     claims = _Claims(cases, explanations)
     doubted: dict[int, Explanation] = {}
     for (side, name), numbers in claims.of_tensor.items():
@@ -179,7 +185,7 @@ def claimed_twice(
         # A tensor that is divided names all that have a part of it.
         if not {cases[n].match.name for n in numbers} <= {*explanations[owner].other_names}:
             reason = f"{quoted([cases[n].match.name for n in sorted(numbers)])} are copies"
-            doubted |= _doubted(siblings, [owner, *numbers], reason)
+            doubted |= doubted(siblings, [owner, *numbers], reason)
     return doubted
 
 
@@ -193,7 +199,7 @@ def unlike_few_siblings(
 
     Joints are left out, which cannot be tried in another order, and offsets.
     """
-    siblings = _Siblings(cases, explanations)
+    siblings = Siblings(cases, explanations)
     suspects = []
     for members in siblings.groups(places, _template).values():
         explained = [n for n in siblings.explained(members) if not explanations[n].is_constant]
@@ -218,7 +224,7 @@ def unlike_norms(
     cases: Sequence[Case], explanations: Mapping[int, Explanation], places: Places
 ) -> dict[int, Explanation]:
     """Return new explanations of norms without the offset that most norms of their model have."""
-    siblings = _Siblings(cases, explanations)
+    siblings = Siblings(cases, explanations)
     norms = [
         n
         for n, explanation in explanations.items()
@@ -249,7 +255,7 @@ def unlike_module(
 
     Most rows of the other one are in another order, or its heads are.
     """
-    siblings = _Siblings(cases, explanations)
+    siblings = Siblings(cases, explanations)
     modules: dict[tuple[str, ...], dict[int, object]] = defaultdict(dict)
     for n, explanation in explanations.items():
         case, order = cases[n], _order_of_rows(explanation)
@@ -263,7 +269,7 @@ def unlike_module(
             for n in [n for n in orders if explanations[n].verified]:
                 names = [cases[m].match.name for m in orders if orders[m] != orders[n]]
                 reason = f"the rows of {quoted(names)} are in another order"
-                unlike |= _doubted(siblings, [n, *siblings.partners(n)], reason)
+                unlike |= doubted(siblings, [n, *siblings.partners(n)], reason)
     return unlike
 
 
@@ -306,7 +312,7 @@ def _suspects(
     return [_Suspect(n, usual, count) for n in suspects if explanations[n].layout != layout]
 
 
-def _accused(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
+def _accused(siblings: Siblings, suspect: _Suspect) -> dict[int, Explanation]:
     n, explanation = suspect.case, siblings.explanations[suspect.case]
     contrast = _contrast(explanation, suspect.usual)
     text = f"unlike {_count(suspect.siblings)}, it was {contrast}"
@@ -321,7 +327,7 @@ def _forms_of_parts(joint: Explanation) -> list[str]:
     return sorted([part.partition("\n")[0] for part in joint.joint[1:]])
 
 
-def _out_of_order(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanation]:
+def _out_of_order(siblings: Siblings, suspect: _Suspect) -> dict[int, Explanation]:
     """Return new explanations of a joint whose parts are not those of its siblings."""
     explanation = siblings.explanations[suspect.case]
     usual, count = suspect.usual, suspect.siblings
@@ -338,11 +344,11 @@ def _out_of_order(siblings: _Siblings, suspect: _Suspect) -> dict[int, Explanati
     parts = [siblings.numbers[not side][name] for name in moved]
     wholes = [case for part in parts for case in siblings.partners(part)]
     numbers = dict.fromkeys([suspect.case, *parts, *wholes])
-    return _doubted(siblings, list(numbers), f"unlike {_count(count)}")
+    return doubted(siblings, list(numbers), f"unlike {_count(count)}")
 
 
 def _alone(
-    siblings: _Siblings, members: Sequence[int], of_case: Mapping[int, Sequence[int]]
+    siblings: Siblings, members: Sequence[int], of_case: Mapping[int, Sequence[int]]
 ) -> dict[int, Explanation]:
     """Return new explanations of tensors that have a partner though most of their siblings fail."""
     verified = [
@@ -357,11 +363,12 @@ def _alone(
         failed = min([siblings.failed(of_case.get(p, ())) for p in partners], default=0)
         count = min(missed, failed)
         if count > len(verified) and count + len(verified) >= _FEWEST_SIBLINGS:
-            unlike |= _doubted(siblings, [n, *partners], f"not so for {count:,} of its siblings")
+            unlike |= doubted(siblings, [n, *partners], f"not so for {count:,} of its siblings")
     return unlike
 
 
-def _doubted(siblings: _Siblings, numbers: Sequence[int], reason: str) -> dict[int, Explanation]:
+def doubted(siblings: Siblings, numbers: Sequence[int], reason: str) -> dict[int, Explanation]:
+    """Return new explanations of tensors that are in the wrong place."""
     unlike = {}
     for n in numbers:
         explanation = siblings.explanations[n]
@@ -372,7 +379,7 @@ def _doubted(siblings: _Siblings, numbers: Sequence[int], reason: str) -> dict[i
     return unlike
 
 
-def _exchanged(siblings: _Siblings) -> dict[int, Explanation]:
+def _exchanged(siblings: Siblings) -> dict[int, Explanation]:
     """Return new explanations of tensors whose partner has the name that siblings of others have.
 
     A number may be the only difference between kinds, such as in ``cell/vars/1``.
@@ -397,7 +404,7 @@ def _exchanged(siblings: _Siblings) -> dict[int, Explanation]:
                     number = usual[form][1]
                     numbered = f"numbered {number} at the end of their names"
                     reason = f"its siblings are {numbered if number else repr(usual[form][0])}"
-                    unlike |= _doubted(siblings, [n, *siblings.partners(n)], reason)
+                    unlike |= doubted(siblings, [n, *siblings.partners(n)], reason)
     return unlike
 
 

@@ -1,0 +1,209 @@
+"""Pairs with equal numbers in whose place a tensor without a partner fits better.
+
+The numbers of another tensor may be under a name, and so explain it. The tensor that belongs there
+then has no partner. Votes of the other pairs, and the places in the models, show which one fits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from functools import lru_cache
+from itertools import chain, product
+from typing import TYPE_CHECKING, NamedTuple
+
+from xckpt.comparison.explaining.outcome import ALONE, SIDES, quoted
+from xckpt.comparison.explaining.siblings import Siblings, doubted
+from xckpt.comparison.names import likeness, stem_of
+from xckpt.statistics.tables import TIED
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from xckpt.comparison.classify import Places
+    from xckpt.comparison.explaining.outcome import Case, Explanation
+
+_DIGITS = re.compile(r"(?<![0-9])[0-9]{1,9}(?![0-9])")
+# Names with more numbers do not vote with the last ones.
+_MOST_NUMBERS = 4
+# A pair that so many others follow, with the same distance of the numbers, is not doubted.
+_REGULAR = 3
+# The most tensors of one size without a partner that are tried for a pair.
+_MOST_LONELY = 256
+
+
+class _Name(NamedTuple):
+    """What the votes of a name are about."""
+
+    #: The name with one of its numbers left out, and the number.
+    forms: tuple[tuple[str, int], ...]
+    #: The text before and with each number: ``layers.3``.
+    fronts: tuple[str, ...]
+    stem: str
+
+
+@lru_cache(maxsize=1 << 16)
+def _parsed(name: str) -> _Name:
+    numbers = list(_DIGITS.finditer(name))[:_MOST_NUMBERS]
+    forms = tuple([(f"{name[: m.start()]}#{name[m.end() :]}", int(m[0])) for m in numbers])
+    return _Name(forms, tuple([name[: m.end()] for m in numbers]), stem_of(name))
+
+
+class _Fit(NamedTuple):
+    """How well two tensors fit together; larger numbers are better."""
+
+    #: Agreement of their places in both models.
+    place: int
+    #: Numbers of the other pairs with the same words, and with the same distance of numbers.
+    words: int
+    distances: int
+    #: Numbers of the other pairs of their modules, and of their layers.
+    modules: int
+    layers: int
+
+
+class _Subject(NamedTuple):
+    """What two names may have in common with other pairs."""
+
+    both: object
+    #: What more pairs have in common than agree on both, if the names tell nothing.
+    ours: object
+    theirs: object
+
+
+def _subjects(a: str, b: str) -> Iterator[list[_Subject]]:
+    """Yield what two names have in common with other pairs, for each number of votes of a fit."""
+    first, second = _parsed(a), _parsed(b)
+    forms = list(product(first.forms, second.forms))
+    yield [_Subject((x, y), (0, x), (1, y)) for (x, _), (y, _) in forms]
+    yield [_Subject((x, y, m - n), (x, y), (x, y)) for (x, n), (y, m) in forms]
+    yield [_Subject((first.stem, second.stem, ""), (first.stem, 0), (second.stem, 1))]
+    fronts = product(first.fronts, second.fronts)
+    yield [_Subject((x, y, "front"), (x, 0, "front"), (y, 1, "front")) for x, y in fronts]
+
+
+class _Votes:
+    """Numbers of pairs by what their names have in common."""
+
+    def __init__(self, pairs: Sequence[tuple[str, str]], places: Places) -> None:
+        self.places = places
+        self._counts = Counter(chain.from_iterable(map(_all_subjects, pairs)))
+
+    def without(self, pair: tuple[str, str]) -> _Others:
+        """Return the votes of all other pairs."""
+        return _Others(self._counts, _all_subjects(pair), self.places)
+
+
+def _all_subjects(pair: tuple[str, str]) -> frozenset[object]:
+    return frozenset(chain.from_iterable(chain.from_iterable(_subjects(*pair))))
+
+
+class _Others(NamedTuple):
+    """The votes of all pairs but one."""
+
+    counts: Mapping[object, int]
+    omitted: Collection[object]
+    places: Places
+
+    def fit(self, a: str, b: str) -> _Fit:
+        """Return how well a tensor of `a` and one of `b` fit together."""
+        votes = [sum(map(self._votes, subjects)) for subjects in _subjects(a, b)]
+        return _Fit(self.places.likelihood(a, b), *votes)
+
+    def _votes(self, subject: _Subject) -> int:
+        """Return how many pairs agree on both; 0 unless most do that agree on one of them."""
+        both, ours, theirs = (self.counts.get(s, 0) - (s in self.omitted) for s in subject)
+        return both if 2 * both > max(ours, theirs) else 0
+
+    def prefers(self, side: int, partner: str, first: str, second: str) -> bool:
+        """Return whether the first of two tensors of a side fits a tensor of the other better."""
+        is_worse = self.is_as_good(side, partner, second, first)
+        return not is_worse and self.is_as_good(side, partner, first, second)
+
+    def is_as_good(self, side: int, partner: str, first: str, second: str) -> bool:
+        """Return whether the first of two tensors of a side fits a partner as well as the second.
+
+        The words of their names count if nothing else tells them apart.
+        """
+        pairs = [(partner, name) if side else (name, partner) for name in (first, second)]
+        fit, other = (self.fit(*names) for names in pairs)
+        if fit == other:
+            words = [likeness(*(_DIGITS.sub("", name) for name in names)) for names in pairs]
+            return words[0] >= words[1]
+        return all(n >= m for n, m in zip(fit, other, strict=True))
+
+
+class _Pair(NamedTuple):
+    """The names of two tensors of which one explains the other, and their sizes."""
+
+    names: tuple[str, str]
+    sizes: tuple[int, int]
+
+
+def fitting_worse(
+    cases: Sequence[Case], explanations: Mapping[int, Explanation], places: Places
+) -> dict[int, Explanation]:
+    """Return new explanations of pairs in whose place a tensor without a partner fits better."""
+    siblings = Siblings(cases, explanations)
+    lonely = _lonely(cases, explanations)
+    pairs = _pairs(siblings) if any(lonely) else []
+    votes = _Votes([pair.names for pair in pairs], places)
+    unlike: dict[int, Explanation] = {}
+    for pair in pairs:
+        better = _better(pair, lonely, votes)
+        if better is not None:
+            side, name = better
+            reason = f"{quoted([name])} of {SIDES[side]}, which has no partner, fits better"
+            numbers = [of_side[n] for n, of_side in zip(pair.names, siblings.numbers, strict=True)]
+            unlike |= doubted(siblings, list(dict.fromkeys(numbers)), reason)
+    return unlike
+
+
+def _better(
+    pair: _Pair, lonely: Sequence[Mapping[int, Sequence[str]]], votes: _Votes
+) -> tuple[int, str] | None:
+    """Return the side and name of a tensor without a partner that fits better; None without one."""
+    others = votes.without(pair.names)
+    fit = others.fit(*pair.names)
+    if votes.places.agree(*pair.names) or fit.distances >= _REGULAR:
+        return None
+    for side in (0, 1):
+        own, other = pair.names[side], pair.names[1 - side]
+        for name in lonely[side].get(pair.sizes[side], ())[:_MOST_LONELY]:
+            rivals = lonely[1 - side].get(pair.sizes[1 - side], ())[:_MOST_LONELY]
+            if others.prefers(side, other, name, own) and not any(
+                others.is_as_good(1 - side, name, rival, other) for rival in rivals
+            ):
+                return side, name
+    return None
+
+
+def _lonely(
+    cases: Sequence[Case], explanations: Mapping[int, Explanation]
+) -> list[dict[int, list[str]]]:
+    """Return the names of the tensors of each side that are not explained, by their sizes."""
+    lonely: list[dict[int, list[str]]] = [defaultdict(list), defaultdict(list)]
+    for n, explanation in explanations.items():
+        if not explanation.verified:
+            for side, tensor in enumerate((cases[n].match.ours, cases[n].match.theirs)):
+                if tensor is not None:
+                    lonely[side][tensor.size].append(tensor.name)
+    return lonely
+
+
+def _pairs(siblings: Siblings) -> list[_Pair]:
+    """Return the explained pairs of different names, and the parts of stacks with the stacks."""
+    pairs: dict[_Pair, None] = {}
+    for n, explanation in siblings.explanations.items():
+        is_pair = explanation.has_layout and TIED not in explanation.causes
+        case = siblings.cases[n]
+        name, others = case.match.name, explanation.other_names or (case.other_name,)
+        are_alike = len({_DIGITS.sub("", other) for other in others}) == 1
+        if not is_pair or not are_alike or explanation.is_constant:
+            continue
+        for other in filter(None, others):
+            names = (other, name) if case.status == ALONE[1] else (name, other)
+            sizes = [siblings.size(side, names[side]) for side in (0, 1)]
+            if all(sizes):
+                pairs[_Pair(names, (sizes[0], sizes[1]))] = None
+    return list(pairs)

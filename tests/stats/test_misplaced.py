@@ -1,0 +1,97 @@
+"""Numbers of another tensor explain nothing if the tensor of the place has no partner."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+from tests.stats.test_claims import F32, Array, Tensors, differing, explained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WIDTH = 24
+ROLES = ("attn.q", "attn.k", "mlp.fc1", "mlp.fc2")
+
+
+def _values(*shape: int) -> Array:
+    rng = np.random.default_rng(sum(shape) + _values.calls)  # type: ignore[attr-defined]
+    _values.calls += 1  # type: ignore[attr-defined]
+    return rng.standard_normal(shape).astype(F32)
+
+
+_values.calls = 0  # type: ignore[attr-defined]
+
+
+def model(layers: int) -> Tensors:
+    """Return a model whose matrices have one shape."""
+    tensors = {"net.embed.weight": _values(40, WIDTH), "net.head.weight": _values(40, WIDTH)}
+    for layer in range(layers):
+        for role in ROLES:
+            tensors[f"net.layer.{layer}.{role}.weight"] = _values(WIDTH, WIDTH)
+            tensors[f"net.layer.{layer}.{role}.bias"] = _values(WIDTH)
+        for param in ("weight", "bias"):
+            tensors[f"net.layer.{layer}.norm.{param}"] = _values(WIDTH)
+    tensors["net.norm.weight"], tensors["net.norm.bias"] = _values(WIDTH), _values(WIDTH)
+    return tensors
+
+
+def _slashes(name: str) -> str:
+    return name.replace("net.layer.", "model/h").replace("net.", "model/").replace(".", "/")
+
+
+def _numbered(name: str) -> str:
+    return name.replace("layer.", "layers.layer_").replace("net.norm", "net.ln_f")
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "prefix": "module.{}".format,
+    "slashes": _slashes,
+    "numbered": _numbered,
+}
+PAIRS = {  # the name in the first model, and the tensor whose numbers it has in the second one
+    "another layer": ("net.layer.1.mlp.fc1.weight", "net.layer.0.mlp.fc1.weight"),
+    "another role": ("net.layer.0.mlp.fc1.weight", "net.layer.0.mlp.fc2.weight"),
+    "both": ("net.layer.1.attn.q.bias", "net.layer.0.mlp.fc2.bias"),
+    "a norm": ("net.norm.bias", "net.layer.1.attn.q.bias"),
+    "a head": ("net.head.weight", "net.embed.weight"),
+}
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("pair", PAIRS)
+class TestCopies:
+    """Replace a tensor, and the tensor that they copy has other numbers or is missing."""
+
+    @pytest.mark.parametrize("is_missing", [False, True])
+    def test_are_no_explanation(
+        self, pair: str, spelling: str, layers: int, *, is_missing: bool
+    ) -> None:
+        ours, spelled = model(layers), SPELLINGS[spelling]
+        theirs = {spelled(name): x for name, x in ours.items()}
+        replaced, copied = PAIRS[pair]
+        theirs[spelled(replaced)] = ours[copied]
+        theirs[spelled(copied)] = _values(*ours[copied].shape)
+        if is_missing:
+            del theirs[spelled(copied)]
+        expected = {replaced, copied, spelled(replaced), spelled(copied)} & {*ours, *theirs}
+        assert differing(*((ours, theirs) if layers == 2 else (theirs, ours))) == expected
+
+
+def _anonymous(name: str) -> str:
+    return f"val_{crc32(name.encode()) % 100_000}"
+
+
+@pytest.mark.parametrize("spelling", [*SPELLINGS.values(), _anonymous])
+def test_a_damaged_tensor_accuses_no_other(spelling: Callable[[str], str]) -> None:
+    ours = model(3)
+    for damaged in ours:
+        theirs = {spelling(name): x for name, x in ours.items()}
+        theirs[spelling(damaged)] = _values(*ours[damaged].shape)
+        outcomes = explained(ours, theirs)
+        wrong = {name for name, outcome in outcomes.items() if outcome != "explained"}
+        assert wrong == {damaged, spelling(damaged)}
