@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -95,3 +96,17 @@ def test_a_damaged_tensor_accuses_no_other(spelling: Callable[[str], str]) -> No
         outcomes = explained(ours, theirs)
         wrong = {name for name, outcome in outcomes.items() if outcome != "explained"}
         assert wrong == {damaged, spelling(damaged)}
+
+
+def test_tensors_exchanged_between_the_models_of_text_and_images_are_named() -> None:
+    """One of the two models has a name that both sides know, without its component."""
+    rng = np.random.default_rng(0)
+    ours: Tensors = {}
+    for component in ("text_model.roberta", "vision_model"):
+        for layer, role in product(range(2), ("mlp.fc1", "mlp.fc2", "self_attn.q_proj")):
+            name = f"{component}.encoder.layers.{layer}.{role}.weight"
+            ours[name] = rng.standard_normal((24, 24)).astype(F32)
+    theirs = {name.replace("layers", "layer"): x for name, x in ours.items()}
+    pair = [f"{c}.encoder.layer.0.mlp.fc2.weight" for c in ("vision_model", "text_model.roberta")]
+    theirs[pair[0]], theirs[pair[1]] = theirs[pair[1]], theirs[pair[0]]
+    assert differing(ours, theirs) == {*pair, *(name.replace("layer", "layers") for name in pair)}

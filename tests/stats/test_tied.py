@@ -261,3 +261,14 @@ def explained(a: Any, b: Any, names: Any = None) -> Any:
     """Return the table of a comparison."""
     result = xckpt.compare(a, b, explain=True, cache=False, progress=False, names=names)
     return result.ckpt.table()
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["in a", "in b"])
+def test_a_head_of_an_unknown_model_is_tied_to_its_embedding(order: int) -> None:
+    rng = np.random.default_rng(0)
+    tied = rng.standard_normal((12, 4)).astype("f4")
+    both = {"net.embed_tokens.weight": tied, "lm_head.weight": tied, "net.scale": W}
+    one = {name: x for name, x in both.items() if name != "lm_head.weight"}
+    comparison = xckpt.compare(*(both, one)[::order], explain=True, progress=False)
+    row = comparison.ckpt.table().loc["lm_head.weight"]
+    assert (row["outcome"], row["cause"]) == ("explained", "tied")

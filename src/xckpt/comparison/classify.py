@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from xckpt.comparison.arrangements import HalvesExchanged, Padded, RopePermuted, Step
-from xckpt.comparison.names import are_other_roles, role_of
+from xckpt.comparison.names import are_other_inputs, are_other_roles, role_of
 from xckpt.comparison.relations.causes import FRACTION_BITS, Elementwise, Relation, Transform
 from xckpt.formatting import counted
 
@@ -137,7 +137,7 @@ class Places:
     def agree(self, a: str, b: str) -> bool:
         """Return whether two tensors are known to have the same place."""
         key = self.key(0, a)
-        return key is not None and key == self.key(1, b)
+        return key is not None and key == self.key(1, b) and not are_other_inputs(a, b)
 
     def likelihood(self, a: str, b: str) -> int:
         """Return how well the places of two tensors agree; 0 if they are unknown."""

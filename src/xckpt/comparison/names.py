@@ -49,6 +49,8 @@ _ROLES = {
     "down": frozenset({"down"}),
     "output": frozenset({"o"}),
 }
+# Words for the model of a kind of input.
+_INPUTS = (frozenset({"text", "language"}), frozenset({"vision", "visual"}), frozenset({"audio"}))
 # The last words of names, across projects.
 _LEAVES = (frozenset({"weight", "kernel", "gamma", "scale"}), frozenset({"bias", "beta"}))
 
@@ -429,12 +431,21 @@ def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
 
 def are_other_roles(a: str, b: str) -> bool:
     """Return whether two names belong to different projections, or to a weight and a bias."""
-    roles = _roles_of(a), _roles_of(b)
-    if len(roles[0]) == len(roles[1]) == 1 and roles[0] != roles[1]:
-        return True
-    first, second = ([n for n, leaves in enumerate(_LEAVES) if last_word(name) in leaves]
-                     for name in (a, b))  # fmt: skip
-    return len(first) == len(second) == 1 and first != second
+    roles = [_roles_of(name) for name in (a, b)]
+    leaves = [[n for n, words in enumerate(_LEAVES) if last_word(name) in words] for name in (a, b)]
+    return _are_different(roles) or _are_different(leaves) or are_other_inputs(a, b)
+
+
+def are_other_inputs(a: str, b: str) -> bool:
+    """Return whether two names belong to the models of different inputs: of text, of images."""
+    return _are_different(
+        [[n for n, words in enumerate(_INPUTS) if words & _words(name).keys()] for name in (a, b)]
+    )
+
+
+def _are_different(facts: Sequence[Sequence[object]]) -> bool:
+    """Return whether one fact is known about each of two names, and they differ."""
+    return all(len(of_name) == 1 for of_name in facts) and facts[0] != facts[1]
 
 
 def _filled(template: str, numbers: tuple[int, ...]) -> str:

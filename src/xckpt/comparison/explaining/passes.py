@@ -68,7 +68,12 @@ _SMALLEST = 8
 # A larger share of the rows is zero on purpose.
 _FEW_ROWS = 0.1
 # A model may tie the weights of these slots, so that a file stores one of them.
-_TIED_SLOTS = {"output", "token_embedding"}
+_TIED_SLOTS = (
+    ["output", "token_embedding"],
+    ["token_embedding", "token_embedding"],
+    ["output", "output"],
+    ["embedding", "linear"],  # if the slots are unknown
+)
 # The biases of recurrent layers of PyTorch, by each other.
 _TWO_BIASES = {"bias_ih": "bias_hh", "bias_hh": "bias_ih"}
 _LARGEST_BIAS = 1 << 20
@@ -522,11 +527,12 @@ def _tied(work: Work, n: int, owner: int, link: Link) -> Explanation:
     status, explanation, names = work.cases[n].status, work.explanations.get(owner), link.names
     side = ALONE.index(status)
     structure = work.places.structures[side]
-    slots = {structure.slot(name) if name in structure else "" for name in names}
+    known = [name for name in names if name in structure]
+    slots = sorted([structure.slot(name) or structure.module_type(name) for name in known])
     keys = {work.places.key(side, name) for name in names}
     stored = {order.tensor.identity for order in link.orders[0]}
     # Several embeddings, or an output layer; two names of one place; two names of the same bytes.
-    is_tied = slots <= _TIED_SLOTS or any(len(x) == 1 and None not in x for x in (keys, stored))
+    is_tied = slots in _TIED_SLOTS or any(len(x) == 1 and None not in x for x in (keys, stored))
     if is_tied and explanation is not None and explanation.verified:
         text = f"tied to {quoted(names[:1])} of {status[-1]}, which has the same numbers"
         other_names = explanation.other_names or names[:1]
