@@ -472,6 +472,15 @@ class TestRounding:
         wrong = {name for name, outcome in outcomes.items() if outcome != "explained"}
         assert wrong == ({names[0], whole} if count == 1 else set())
 
+    def test_to_fewer_exponents_changes_the_smallest_numbers_of_some_parts(self) -> None:
+        rng = np.random.default_rng(0)
+        ours = {f"experts.{n}.w.weight": rng.standard_normal((32, 24)) for n in range(4)}
+        ours = {name: x.astype(BF16).astype(F32) for name, x in ours.items()}
+        for name in [*ours][:2]:
+            ours[name][3, 5] = F32(2.0**-24 * 1.5)  # between two numbers of float16
+        theirs = {"experts.w.weight": np.stack([*ours.values()]).astype(np.float16).astype(F32)}
+        assert set(explained(ours, theirs).values()) == {"explained"}
+
     def test_one_zero_is_no_second_quantiser(self) -> None:
         quants: Any = pytest.importorskip("gguf.quants")
         gguf: Any = pytest.importorskip("gguf")

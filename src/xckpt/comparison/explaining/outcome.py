@@ -65,6 +65,8 @@ _ALWAYS = frozenset(EXPLANATION_COLUMNS[:4])
 _KEEPING = frozenset({*CAUSES[: CAUSES.index("cut")], "equal"}) - {"misplaced", "rows_permuted"}
 # Below this correlation, elements at the same positions are of other tensors or in another order.
 _RELATED = 0.5
+# So many changed numbers are expected in a part that has none only once in a thousand parts.
+_EXPECTED = 7
 _MOST_NAMES = 4
 _MOST_KINDS = 8
 
@@ -389,21 +391,43 @@ def of_joint(
 
 def _rounded_alike(shares: Sequence[Share]) -> list[Share]:
     """Return shares, without explanations of parts that were rounded unlike most of their whole."""
-    types_of: dict[int, Counter[tuple[str, ...]]] = defaultdict(Counter)
+    varied: dict[int, list[Explanation]] = defaultdict(list)
     for share in shares:
         if share.explanation is not None and not share.explanation.is_constant:
-            types_of[share.whole.number][share.explanation.types_between] += 1
+            varied[share.whole.number].append(share.explanation)
+    usual = {number: _usual_types(parts) for number, parts in varied.items() if _tell_types(parts)}
     checked = []
     for share in shares:
-        explanation, counts = share.explanation, types_of[share.whole.number]
-        usual = max(counts, key=lambda types: (counts[types], -len(types)), default=())
-        if explanation and not explanation.is_constant and explanation.types_between != usual:
-            types = explanation.types_between or usual
+        explanation, types = share.explanation, usual.get(share.whole.number)
+        if explanation and not explanation.is_constant and types not in {
+            None, explanation.types_between
+        }:  # fmt: skip
             verb = "was" if explanation.types_between else "was not"
-            problem = f"unlike the others, it {verb} rounded to {' and then to '.join(types)}"
+            between = explanation.types_between or types or ()
+            problem = f"unlike the others, it {verb} rounded to {' and then to '.join(between)}"
             share = share._replace(explanation=None, problem=problem)  # noqa: PLW2901
         checked.append(share)
     return checked
+
+
+def _usual_types(parts: Sequence[Explanation]) -> tuple[str, ...]:
+    """Return the types that most parts were rounded to on the way."""
+    counts = Counter(part.types_between for part in parts)
+    return max(counts, key=lambda types: (counts[types], -len(types)))
+
+
+def _tell_types(parts: Sequence[Explanation]) -> bool:
+    """Return whether rounding would have changed numbers of every part.
+
+    Types with less exponents change only the smallest numbers, which a small part may not have.
+    """
+    rows = [
+        (part.measures[0], part.measures[1], part.types_between) for part in parts if part.measures
+    ]
+    moved = sum(count - equal for count, equal, types in rows if types)
+    total = sum(count for count, *_ in rows)
+    smallest = min([count for count, _, types in rows if not types], default=total)
+    return moved * smallest >= _EXPECTED * total
 
 
 def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
