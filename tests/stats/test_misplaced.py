@@ -98,6 +98,18 @@ def test_a_damaged_tensor_accuses_no_other(spelling: Callable[[str], str]) -> No
         assert wrong == {damaged, spelling(damaged)}
 
 
+def test_a_missing_norm_of_a_layer_accuses_no_norm_of_the_model() -> None:
+    ours = {**model(3), "net.norm.bias": _values(8), "net.norm.weight": _values(WIDTH)}
+    spellings = {"net.norm": "net.decoder.final_norm", "layer": "decoder.block"}
+    theirs: Tensors = {}
+    for name, x in ours.items():
+        for old, new in spellings.items():
+            name = name.replace(old, new)  # noqa: PLW2901
+        theirs[name] = x
+    del theirs["net.decoder.block.1.norm.weight"]
+    assert differing(ours, theirs) == {"net.layer.1.norm.weight"}
+
+
 def test_tensors_exchanged_between_the_models_of_text_and_images_are_named() -> None:
     """One of the two models has a name that both sides know, without its component."""
     rng = np.random.default_rng(0)

@@ -153,7 +153,7 @@ class Places:
         return sum(points) - are_other_roles(a, b)
 
     def _facts(self, side: int, name: str) -> tuple[str, str, int]:
-        """Return the slot of a tensor in a layer, the kind of its module, and its number of axes.
+        """Return the slot of a tensor, the kind of its module, and its number of axes.
 
         The slot and the kind are empty if they are unknown.
         """
@@ -161,7 +161,9 @@ class Places:
         if name not in structure:
             return "", "", 0
         slot, ndim = structure.slot(name), len(structure.described(name).shape)
-        return slot if "." in slot else "", structure.module_type(name), ndim
+        # Names of unknown families tell the slots in attention and feed-forward layers only.
+        is_known = "." in slot or structure.place(name) is not None
+        return slot if is_known else "", structure.module_type(name), ndim
 
     def are_turned(self, names: tuple[str, str]) -> bool:
         """Return whether the axes of the outputs of two weights are known, and differ."""

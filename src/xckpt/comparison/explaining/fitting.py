@@ -123,14 +123,19 @@ class _Others(NamedTuple):
     def is_as_good(self, side: int, partner: str, first: str, second: str) -> bool:
         """Return whether the first of two tensors of a side fits a partner as well as the second.
 
-        The words of their names count if nothing else tells them apart.
+        The numbers and words of their names count if nothing else tells them apart.
         """
         pairs = [(partner, name) if side else (name, partner) for name in (first, second)]
         fit, other = (self.fit(*names) for names in pairs)
         if fit == other:
-            words = [likeness(*(_DIGITS.sub("", name) for name in names)) for names in pairs]
-            return words[0] >= words[1]
+            return _resemblance(*pairs[0]) >= _resemblance(*pairs[1])
         return all(n >= m for n, m in zip(fit, other, strict=True))
+
+
+def _resemblance(a: str, b: str) -> tuple[bool, int]:
+    """Return whether two names have as many numbers, and how many words they have in common."""
+    words = likeness(_DIGITS.sub("", a), _DIGITS.sub("", b))
+    return len(_parsed(a).fronts) == len(_parsed(b).fronts), words
 
 
 class _Pair(NamedTuple):
