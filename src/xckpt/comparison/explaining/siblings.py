@@ -48,7 +48,10 @@ class Siblings:
     def size(self, side: int, name: str) -> int:
         """Return the number of elements of a tensor; 0 if a side does not have it."""
         n = self.numbers[side].get(name)
-        tensor = None if n is None else self.cases[n].match[1 + side]
+        if n is None:
+            return 0
+        match = self.cases[n].match
+        tensor = match.theirs if side else match.ours
         return 0 if tensor is None else tensor.size
 
     def groups(
@@ -177,7 +180,7 @@ def claimed_twice(
     """
     siblings = Siblings(cases, explanations)
     claims = _Claims(cases, explanations)
-    doubted: dict[int, Explanation] = {}
+    unlike: dict[int, Explanation] = {}
     for (side, name), numbers in claims.of_tensor.items():
         owner = siblings.numbers[side].get(name)
         if owner is None or not claims.is_contested(side, name):
@@ -185,8 +188,8 @@ def claimed_twice(
         # A tensor that is divided names all that have a part of it.
         if not {cases[n].match.name for n in numbers} <= {*explanations[owner].other_names}:
             reason = f"{quoted([cases[n].match.name for n in sorted(numbers)])} are copies"
-            doubted |= doubted(siblings, [owner, *numbers], reason)
-    return doubted
+            unlike |= doubted(siblings, [owner, *numbers], reason)
+    return unlike
 
 
 def unlike_few_siblings(
