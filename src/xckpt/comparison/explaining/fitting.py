@@ -29,7 +29,7 @@ _MOST_NUMBERS = 4
 # A pair that so many others follow, with the same distance of the numbers, is not doubted.
 _REGULAR = 3
 # The most tensors of one size without a partner that are tried for a pair.
-_MOST_LONELY = 256
+_MOST_LONELY = 32
 
 
 class _Name(NamedTuple):
@@ -89,16 +89,16 @@ class _Votes:
         self.places = places
         self._counts = Counter(chain.from_iterable(map(_all_subjects, pairs)))
 
-    def without(self, pair: tuple[str, str]) -> _Others:
+    def without(self, pair: tuple[str, str]) -> _VotesOfOthers:
         """Return the votes of all other pairs."""
-        return _Others(self._counts, _all_subjects(pair), self.places)
+        return _VotesOfOthers(self._counts, _all_subjects(pair), self.places)
 
 
 def _all_subjects(pair: tuple[str, str]) -> frozenset[object]:
     return frozenset(chain.from_iterable(chain.from_iterable(_subjects(*pair))))
 
 
-class _Others(NamedTuple):
+class _VotesOfOthers(NamedTuple):
     """The votes of all pairs but one."""
 
     counts: Mapping[object, int]
@@ -126,10 +126,10 @@ class _Others(NamedTuple):
         The numbers and words of their names count if nothing else tells them apart.
         """
         pairs = [(partner, name) if side else (name, partner) for name in (first, second)]
-        fit, other = (self.fit(*names) for names in pairs)
-        if fit == other:
+        fit, fit_of_second = (self.fit(*names) for names in pairs)
+        if fit == fit_of_second:
             return _resemblance(*pairs[0]) >= _resemblance(*pairs[1])
-        return all(n >= m for n, m in zip(fit, other, strict=True))
+        return all(n >= m for n, m in zip(fit, fit_of_second, strict=True))
 
 
 def _resemblance(a: str, b: str) -> tuple[bool, int]:
@@ -168,16 +168,18 @@ def _better(
     pair: _Pair, lonely: Sequence[Mapping[int, Sequence[str]]], votes: _Votes
 ) -> tuple[int, str] | None:
     """Return the side and name of a tensor without a partner that fits better; None without one."""
-    others = votes.without(pair.names)
-    fit = others.fit(*pair.names)
+    if not any(of_side.get(n) for of_side, n in zip(lonely, pair.sizes, strict=True)):
+        return None
+    remaining = votes.without(pair.names)
+    fit = remaining.fit(*pair.names)
     if votes.places.agree(*pair.names) or fit.distances >= _REGULAR:
         return None
     for side in (0, 1):
-        own, other = pair.names[side], pair.names[1 - side]
+        tensor, partner = pair.names[side], pair.names[1 - side]
         for name in lonely[side].get(pair.sizes[side], ())[:_MOST_LONELY]:
             rivals = lonely[1 - side].get(pair.sizes[1 - side], ())[:_MOST_LONELY]
-            if others.prefers(side, other, name, own) and not any(
-                others.is_as_good(1 - side, name, rival, other) for rival in rivals
+            if remaining.prefers(side, partner, name, tensor) and not any(
+                remaining.is_as_good(1 - side, name, rival, partner) for rival in rivals
             ):
                 return side, name
     return None
@@ -202,12 +204,12 @@ def _pairs(siblings: Siblings) -> list[_Pair]:
     for n, explanation in siblings.explanations.items():
         is_pair = explanation.has_layout and TIED not in explanation.causes
         case = siblings.cases[n]
-        name, others = case.match.name, explanation.other_names or (case.other_name,)
-        are_alike = len({_DIGITS.sub("", other) for other in others}) == 1
+        name, partners = case.match.name, explanation.other_names or (case.other_name,)
+        are_alike = len({_DIGITS.sub("", partner) for partner in partners}) == 1
         if not is_pair or not are_alike or explanation.is_constant:
             continue
-        for other in filter(None, others):
-            names = (other, name) if case.status == ALONE[1] else (name, other)
+        for partner in filter(None, partners):
+            names = (partner, name) if case.status == ALONE[1] else (name, partner)
             sizes = [siblings.size(side, names[side]) for side in (0, 1)]
             if all(sizes):
                 pairs[_Pair(names, (sizes[0], sizes[1]))] = None
