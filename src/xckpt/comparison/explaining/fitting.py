@@ -28,8 +28,8 @@ _DIGITS = re.compile(r"(?<![0-9])[0-9]{1,9}(?![0-9])")
 _MOST_NUMBERS = 4
 # A pair that so many others follow, with the same distance of the numbers, is not doubted.
 _REGULAR = 3
-# The most tensors of one size without a partner that are tried for a pair.
-_MOST_LONELY = 32
+# The most tensors of one size without a partner that are tried for a pair, and for all pairs.
+_MOST_LONELY, _MOST_TRIED = 32, 1 << 13
 
 
 class _Name(NamedTuple):
@@ -153,6 +153,9 @@ def fitting_worse(
     lonely = _lonely(cases, explanations)
     pairs = _pairs(siblings) if any(lonely) else []
     votes = _Votes([pair.names for pair in pairs], places)
+    limit = max(1, min(_MOST_LONELY, _MOST_TRIED // max(1, len(pairs))))
+    for of_side in lonely:
+        of_side.update({size: names[:limit] for size, names in of_side.items()})
     unlike: dict[int, Explanation] = {}
     for pair in pairs:
         better = _better(pair, lonely, votes)
@@ -176,8 +179,8 @@ def _better(
         return None
     for side in (0, 1):
         tensor, partner = pair.names[side], pair.names[1 - side]
-        for name in lonely[side].get(pair.sizes[side], ())[:_MOST_LONELY]:
-            rivals = lonely[1 - side].get(pair.sizes[1 - side], ())[:_MOST_LONELY]
+        for name in lonely[side].get(pair.sizes[side], ()):
+            rivals = lonely[1 - side].get(pair.sizes[1 - side], ())
             if remaining.prefers(side, partner, name, tensor) and not any(
                 remaining.is_as_good(1 - side, name, rival, partner) for rival in rivals
             ):
