@@ -286,3 +286,186 @@ def test_a_listing_of_modules_says_how_to_compute(folder: Path) -> None:
             compute(tree, tree)
     with pytest.raises(TypeError, match="has no values"):
         2 * tree
+
+
+V = [name.replace("q_proj", "v_proj") for name in Q]
+STACKS = "model.layers.self_attn.q_proj.weight", "model.layers.self_attn.v_proj.weight"
+EMBED = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def two_per_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with two matrices in each layer, and a table of the shape of the head."""
+    rng = np.random.default_rng(5)
+    shapes = {"model.norm.weight": (8,), HEAD: (12, 8), EMBED: (12, 8)}
+    names = [EMBED, *Q, *V, "model.norm.weight", HEAD]
+    tensors = {name: rng.normal(size=shapes.get(name, (8, 8))).astype("f4") for name in names}
+    tensors[Q[2]][1, 1] = np.nan  # a finding
+    path = tmp_path_factory.mktemp("names") / "a.safetensors"
+    xckpt.save(tensors, path)
+    return path
+
+
+def reversed_layers(ds: xr.Dataset) -> xr.Dataset:
+    pairs = [*zip(Q, Q[::-1], strict=True), *zip(V, V[::-1], strict=True)]
+    return ds.assign({name: ds[other] for name, other in pairs})
+
+
+def with_prefix(ds: xr.Dataset, start: str = "wrapped.") -> xr.Dataset:
+    return ds.rename({name: f"{start}{name}" for name in ds.data_vars})
+
+
+def in_place(ds: xr.Dataset) -> xr.Dataset:
+    ds[Q[0]] = ds[Q[1]]
+    return ds
+
+
+def renumbered(ds: xr.Dataset) -> xr.Dataset:
+    return ds.isel(layers=[2, 1, 0]).assign_coords(layers=[0, 1, 2])
+
+
+def moved(tree: Any, places: dict[str, str]) -> Any:
+    """Return a tree with the variables of other places."""
+    tree, nodes = tree.copy(), {}
+    for to, source in places.items():
+        nodes[to.replace(".", "/")] = tree[source.replace(".", "/")].variable
+    for to, variable in nodes.items():
+        tree[to] = variable
+    return tree
+
+
+def tree_of(change: Callable[[Any], Any]) -> Callable[[Path], Any]:
+    return lambda path: change(xr.open_datatree(path, engine="safetensors"))
+
+
+def flat_of(change: Callable[[Any], Any]) -> Callable[[Path], Any]:
+    return lambda path: change(xckpt.open(path))
+
+
+def stacked_of(change: Callable[[Any], Any]) -> Callable[[Path], Any]:
+    return lambda path: change(xckpt.open(path, stack=True))
+
+
+MOVED: dict[str, Callable[[Path], Any]] = {
+    "renamed": flat_of(lambda ds: ds.rename({"model.norm.weight": "model.final_norm.weight"})),
+    "swapped": flat_of(lambda ds: ds.rename({Q[0]: Q[2], Q[2]: Q[0]})),
+    "assigned": flat_of(lambda ds: ds.assign({Q[0]: ds[Q[2]], Q[2]: ds[Q[0]]})),
+    "assigned in place": flat_of(in_place),
+    "duplicated": flat_of(lambda ds: ds.assign({HEAD: ds[EMBED]})),
+    "with another layer": flat_of(
+        lambda ds: ds.assign({n.replace(".2.", ".3."): ds[n] for n in (Q[2], V[2])})
+    ),
+    "with a prefix": flat_of(with_prefix),
+    "without a prefix": flat_of(
+        lambda ds: ds.rename({str(name): str(name).removeprefix("model.") for name in ds})
+    ),
+    "reversed": flat_of(reversed_layers),
+    "sliced and swapped": flat_of(
+        lambda ds: ds.rename({Q[0]: Q[2], Q[2]: Q[0]}).isel({ds[Q[0]].dims[0]: slice(2, 6)})
+    ),
+    "reversed and stacked": flat_of(lambda ds: reversed_layers(ds).ckpt.stack()),
+    "stacks renamed": stacked_of(lambda ds: ds.rename({s: f"wrapped.{s}" for s in STACKS})),
+    "stacks swapped": stacked_of(
+        lambda ds: ds.rename(dict(zip(STACKS, STACKS[::-1], strict=True)))
+    ),
+    "stacks duplicated": stacked_of(lambda ds: ds.assign({STACKS[1]: ds[STACKS[0]]})),
+    "stacks renumbered": stacked_of(renumbered),
+    "stacks counted from one": stacked_of(lambda ds: ds.assign_coords(layers=[1, 2, 3])),
+    "a layer of the stacks": stacked_of(lambda ds: ds.isel(layers=2)),
+    "layers of renamed stacks": stacked_of(
+        lambda ds: ds.rename({s: f"wrapped.{s}" for s in STACKS}).isel(layers=[2, 0])
+    ),
+    "renumbered and unstacked": stacked_of(lambda ds: renumbered(ds).ckpt.unstack()),
+    "swapped in a tree": tree_of(lambda dt: moved(dt, {Q[0]: Q[2], Q[2]: Q[0]})),
+    "duplicated in a tree": tree_of(lambda dt: moved(dt, {HEAD: EMBED})),
+    "layers reversed in a tree": tree_of(
+        lambda dt: moved(dt, dict(zip([*Q, *V], [*Q[::-1], *V[::-1]], strict=True)))
+    ),
+    "a tree below a node": tree_of(lambda dt: xr.DataTree(children={"wrapped": dt})),
+}
+
+
+def rows(table: Any) -> Any:
+    """Return a table in the order of its rows' names."""
+    return table.sort_index().round(6)
+
+
+def findings_of(obj: Any) -> list[Any]:
+    """Return the findings, without those on bytes of a file that variables have in common."""
+    frame = xckpt.findings(obj)[["tensor", "rule", "explanation"]]
+    is_other = ~frame["rule"].isin(["tied", "copied_layer"])
+    return sorted(map(tuple, frame[is_other].to_numpy().tolist()))
+
+
+def footprint_of(obj: Any) -> Any:
+    """Return the sizes, without that of the file."""
+    return xckpt.footprint(obj).drop_attrs().drop_vars("file_nbytes", errors="ignore").to_dict()
+
+
+def chart_of(obj: Any) -> list[str] | str:
+    """Return the texts of a chart, or why there is none."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    try:
+        figure = obj.ckpt.plot.layers("mean").figure
+    except ValueError as error:
+        return str(error)
+    texts = sorted({text.get_text() for text in figure.findobj(pyplot.Text)})
+    pyplot.close(figure)
+    return texts
+
+
+VIEWS: dict[str, Callable[[Any, Any], Any]] = {
+    "stats": lambda obj, _: rows(xckpt.stats(obj).ckpt.table()),
+    "some stats": lambda obj, _: rows(xckpt.stats(obj, "*q_proj*").ckpt.table()),
+    "by layer": lambda obj, _: rows(xckpt.stats(obj).ckpt.by("layer").to_dataframe()),
+    "by role": lambda obj, _: rows(xckpt.stats(obj).ckpt.by("role").to_dataframe()),
+    "histogram": lambda obj, _: rows(xckpt.histogram(obj, bins=4).ckpt.table()),
+    "spectrum": lambda obj, _: rows(xckpt.spectrum(obj).ckpt.table()),
+    "findings": lambda obj, _: findings_of(obj),
+    # The user may name axes, too: those of a variable stay.
+    "structure": lambda obj, _: rows(obj.ckpt.structure().drop(columns="axes")),
+    "summary": lambda obj, _: rows(obj.ckpt.summary()),
+    "chart": lambda obj, _: chart_of(obj),
+    "manifest": lambda obj, _: str(xckpt.manifest(obj)),
+    "footprint": lambda obj, _: footprint_of(obj),
+    "compare": lambda obj, base: rows(xckpt.compare(base, obj).ckpt.table()),
+    "compare the other way": lambda obj, base: rows(xckpt.compare(obj, base).ckpt.table()),
+    "matched by content": lambda obj, base: rows(
+        xckpt.compare(base, obj, names="auto").ckpt.table()
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+@pytest.mark.parametrize("make", MOVED.values(), ids=MOVED)
+class TestTensorsAreCalledAsTheirVariables:
+    """Every view of variables that were renamed or assigned is that of their saved file."""
+
+    def saved(self, obj: Any, folder: Path) -> Any:
+        obj.ckpt.save(folder / "saved.safetensors")
+        return xckpt.open(folder / "saved.safetensors")
+
+    @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+    def test_every_view_has_the_names_of_the_saved_file(
+        self,
+        make: Callable[[Path], Any],
+        view: Callable[[Any, Any], Any],
+        two_per_layer: Path,
+        tmp_path: Path,
+    ) -> None:
+        obj, base = make(two_per_layer), xckpt.open(two_per_layer)
+        seen, expected = view(obj, base), view(self.saved(obj, tmp_path), base)
+        if hasattr(seen, "compare"):
+            assert seen.index.tolist() == expected.index.tolist()
+            common = seen.columns.intersection(expected.columns)
+            assert seen[common].astype(str).to_dict() == expected[common].astype(str).to_dict()
+        else:
+            assert seen == expected
+
+    def test_it_is_equal_to_its_saved_file(
+        self, make: Callable[[Path], Any], two_per_layer: Path, tmp_path: Path
+    ) -> None:
+        obj = make(two_per_layer)
+        saved = self.saved(obj, tmp_path)
+        for pair in ((obj, saved), (saved, obj)):
+            assert set(xckpt.compare(*pair).ckpt.table()["status"]) == {"same"}

@@ -349,6 +349,24 @@ def test_selections_unstack_to_their_tensors() -> None:
         assert unstacked[name].encoding["tensor"] == name
 
 
+@pytest.mark.parametrize("numbers", [[1, 2, 3, 4], [3, 2, 1, 0], [10, 11, 12, 13]])
+def test_layers_that_are_numbered_anew_have_their_own_values(numbers: list[int]) -> None:
+    arrays = moe()
+    ds = xr.open_dataset(zt(arrays), engine="ztensor", stack=True).assign_coords(layers=numbers)
+    flat = ds.ckpt.unstack()
+    statistics = ds.ckpt.stats().ckpt.table()
+    for old, new in enumerate(numbers):
+        np.testing.assert_array_equal(flat[f"layers.{new}.norm"], arrays[f"layers.{old}.norm"])
+        assert statistics.loc[f"layers.{new}.norm", "max"] == arrays[f"layers.{old}.norm"].max()
+
+
+@pytest.mark.parametrize("labels", [["a", "b", "c", "d"], [0, 0, 1, 1], [0, 1, 2, np.nan]])
+def test_statistics_of_layers_without_numbers_have_positions(labels: list[Any]) -> None:
+    ds = xr.open_dataset(zt(moe()), engine="ztensor", stack=True).assign_coords(layers=labels)
+    names = set(ds.ckpt.stats().ckpt.table().index)
+    assert {f"layers.norm[{position}]" for position in range(4)} < names
+
+
 def test_changes_survive_unstacking() -> None:
     arrays = moe()
     ds = xr.open_dataset(zt(arrays), engine="ztensor", stack=True)

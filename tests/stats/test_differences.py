@@ -216,11 +216,10 @@ def test_invalid_names_raise(a: Path) -> None:
         compare(a, 5)  # type: ignore[arg-type]
 
 
-def test_two_tensors_of_one_name_are_refused() -> None:
-    ds = xr.Dataset({"x": ("n", [1.0]), "y": ("n", [2.0])})
-    for variable in ds.variables.values():
-        variable.encoding["tensor"] = "w"
-    with pytest.raises(ValueError, match="two tensors of b are called 'w'"):
+def test_two_tensors_of_one_name_are_refused(a: Path) -> None:
+    ds = opened(a, stack=True)
+    ds = ds.assign({"layers.0.w": ds["layers.w"].isel(layers=0, drop=True)})
+    with pytest.raises(ValueError, match=r"two tensors of b are called 'layers\.0\.w'"):
         compare(xr.Dataset(), ds)
 
 

@@ -166,7 +166,7 @@ def of_tensor(lazy: LazyArray, name: str = "") -> ElementStream:
     if isinstance(lazy, OnePartArray) and not (lazy.order == "F" and lazy.dtype.kind == "c"):
         stream = StoredStream(lazy)
     elif isinstance(lazy, UnreadableArray):
-        return UnreadableStream(lazy)
+        return UnreadableStream(lazy, name)
     elif isinstance(lazy, SparseArray) and 0 not in lazy.shape:
         stream = SparseStream(lazy)
     else:
@@ -328,9 +328,9 @@ class SparseStream(ElementStream):
 class UnreadableStream(ElementStream):
     """A tensor that cannot be read, in the place of its elements."""
 
-    def __init__(self, lazy: UnreadableArray) -> None:
+    def __init__(self, lazy: UnreadableArray, name: str = "") -> None:
         super().__init__(lazy)
-        self.name, self.problem = lazy.name, lazy.error()
+        self.name, self.problem = name or lazy.name, lazy.error()
 
 
 class Raw(ElementStream):

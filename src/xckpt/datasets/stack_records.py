@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _KEY = "stack"
-# Keys of an encoding that name the tensors of a variable.
-_NAMING = ("tensor", "part", _KEY)
 
 
 class StackMember(NamedTuple):
@@ -177,10 +175,17 @@ def is_made_by_stacking(coord: xr.Variable) -> bool:
     return _KEY in coord.encoding
 
 
-def naming_encoding(variable: xr.Variable) -> dict[str, Any]:
-    """Return the part of an encoding that names the tensors of a variable."""
-    encoding = variable.encoding
-    return {key: encoding[key] for key in _NAMING if key in encoding}
+def naming_encoding(variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> dict[str, Any]:
+    """Return the encoding that names the remaining tensors of a stack; empty for other variables.
+
+    The name of another variable is the name of its tensor. ``encoding["tensor"]`` of an opened one
+    is the name in its file, also after the user renamed or assigned it.
+    """
+    record = stack_of(variable)
+    if record is None:
+        return {}
+    indices = remaining_indices(record, variable, indexes)
+    return {_KEY: record if indices == record.indices else replace(record, indices=indices)}
 
 
 def unstacked_encoding(variable: xr.Variable) -> dict[Any, Any]:
@@ -269,15 +274,23 @@ def mark_run(ds: xr.Dataset, marks: StackMarks, dim: str) -> None:
 def remaining_indices(
     record: StackRecord, variable: xr.Variable, coords: Mapping[Hashable, xr.Variable]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the remaining indices along each dimension; all of them without a coordinate."""
-    indices = []
+    """Return the remaining indices along each dimension; all of them without a coordinate.
+
+    A coordinate that does not number the members leaves none.
+    """
+    indices: list[tuple[int, ...]] = []
     for dim, stacked in zip(record.dims, record.indices, strict=True):
         coord = coords.get(dim)
         if dim == record.run and record.is_one_step(variable.dims):
             indices.append(stacked[:1])  # names do not depend on the step
             continue
-        remaining = stacked if coord is None else np.atleast_1d(coord.values).tolist()
-        indices.append(tuple(int(index) for index in remaining))
+        if coord is None:
+            indices.append(stacked)
+            continue
+        values = np.atleast_1d(coord.values)
+        is_numbered = values.dtype.kind in "iuf" and bool(np.isfinite(values).all())
+        remaining = dict.fromkeys(map(int, values.tolist())) if is_numbered else ()
+        indices.append(tuple(remaining))
     return tuple(indices)
 
 
@@ -336,7 +349,8 @@ class StackMembers:
         self._old_positions = [{index: n for n, index in enumerate(a)} for a in record.indices]
         data = data_of(variable)
         is_made = is_dask_array(data) and data.name == record.array
-        # Whether the variable still has the array of the whole stack.
+        # Whether the variable still has the array of the whole stack, and its numbers.
+        is_made = is_made and indices == record.indices
         self._is_whole = is_made and variable.dims[: len(record.dims)] == record.dims
 
     def as_stack(self, name: str) -> Stack:

@@ -21,7 +21,6 @@ from xckpt.datasets.stack_records import (
     StackMembers,
     is_made_by_stacking,
     marks_of_run,
-    naming_encoding,
     remember_stack,
     stack_of,
     unstacked_variables,
@@ -240,15 +239,15 @@ class OpenTensors:
         """Return the array in the file that a variable represents; None for a computed variable."""
         return stored_array(self.variables[name])
 
-    def naming(self, name: Any) -> dict[str, Any]:
-        """Return the encoding that names the tensors of a variable."""
-        return naming_encoding(self.variables[name])
+    def is_stacked(self, name: Any) -> bool:
+        """Return whether a variable is a stack of tensors, or one tensor of a stack."""
+        return stack_of(self.variables[name]) is not None
 
     def unstacked(self) -> dict[Any, xr.Variable]:
         """Return a variable for each tensor, in the order of the file."""
         encoding = self.obj.encoding
         order = encoding.get("file_order", encoding.get("flat_order", ()))
-        return unstacked_variables(self.variables, self._indexes_of, order)
+        return unstacked_variables(self.variables, self.indexes_of, order)
 
     def unnumbered(self) -> list[str]:
         """Return the variables along stacked dimensions other than stacks of tensors."""
@@ -263,7 +262,7 @@ class OpenTensors:
             record = stack_of(variable)
             for dim in () if record is None else record.dims:
                 if record is not None and dim != record.run and dim not in coords:
-                    coords[dim] = self._indexes_of(name).get(dim)
+                    coords[dim] = self.indexes_of(name).get(dim)
         return coords
 
     def coord_tensors(self, dims: Collection[Any]) -> dict[str, xr.Variable]:
@@ -415,7 +414,7 @@ class OpenTensors:
 
     def __getitem__(self, name: str) -> xr.DataArray:
         variable = self.variable(name)
-        indexes = self._indexes_of(self._listing.homes.get(name, name))
+        indexes = self.indexes_of(self._listing.homes.get(name, name))
         coords = {dim: indexes[dim] for dim in variable.dims if dim in indexes}
         return xr.DataArray(variable, coords, name=name)
 
@@ -485,7 +484,7 @@ class OpenTensors:
     ) -> Iterator[Row]:
         """Add the members of a stack to the listing, and yield their rows."""
         try:
-            members = StackMembers(row.name, variable, self._indexes_of(row.name))
+            members = StackMembers(row.name, variable, self.indexes_of(row.name))
         except ValueError:  # the coordinates do not identify the members
             yield row
             return
@@ -507,7 +506,8 @@ class OpenTensors:
                 listing.homes[member] = row.name
                 yield Row(member, row.dtype, shape, nbytes, row.storage, row.declared)
 
-    def _indexes_of(self, name: str) -> Mapping[Any, xr.Variable]:
+    def indexes_of(self, name: Any) -> Mapping[Any, xr.Variable]:
+        """Return the index coordinates of a variable."""
         return self._indexes[self._flat.nodes[name]]
 
     def _path(self, name: str) -> str:
@@ -587,11 +587,9 @@ class FileTensors(OpenTensors):
         """Return the array of a variable in the file."""
         return self._listed[name].lazy
 
-    def naming(self, name: Any) -> dict[str, Any]:
-        """Return the encoding that names the tensor of a variable."""
-        listed = self._listed[name]
-        naming = {"tensor": listed.tensor.name}
-        return naming if listed.role is None else {**naming, "part": listed.role}
+    def is_stacked(self, name: Any) -> bool:
+        """Return whether a variable is a stack of tensors."""
+        return self._listed[name].stacked is not None
 
 
 def no_tensor(name: str, known: Collection[str]) -> str:

@@ -19,7 +19,7 @@ from xckpt.arrays.stacked import StackedArray
 from xckpt.arrays.streams import ElementStream, of_array, of_tensor
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.options import OpenOptions
-from xckpt.datasets.stack_records import remaining_indices, stack_of
+from xckpt.datasets.stack_records import naming_encoding, remaining_indices, stack_of
 from xckpt.datasets.tensors import FileTensors, OpenTensors
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import UnreadableWarning, causes_of, locating, shown, some, unreadable_text, warn
@@ -208,13 +208,14 @@ def _unreadable(
     contents: OpenTensors, name: Hashable, lazy: UnreadableArray | StackedArray
 ) -> Entry:
     """Return the entry of a variable that cannot be read."""
-    encoding = contents.naming(name)
     if not isinstance(lazy, StackedArray):
-        stream = of_tensor(lazy)
-        return Entry(name, (), (), (stream,), encoding, contents, is_readable=False)
-    members: Any = lazy.members
-    streams = tuple([of_tensor(member) for member in members])
-    dims = contents.variables[name].dims[: len(lazy.grid)]
+        stream = of_tensor(lazy, str(name))
+        return Entry(name, (), (), (stream,), {}, contents, is_readable=False)
+    variable, indexes = contents.variables[name], contents.indexes_of(name)
+    encoding = naming_encoding(variable, indexes)
+    dims = variable.dims[: len(lazy.grid)]
+    names = member_names(name, variable, dims, indexes)
+    streams = tuple([of_tensor(m, str(n)) for m, n in zip(lazy.members, names, strict=True)])
     return Entry(name, dims, lazy.grid, streams, encoding, contents, is_readable=False)
 
 
@@ -224,13 +225,12 @@ def _entry(
     lazy: LazyArray | None,
     reduced: Collection[Hashable] | None,
 ) -> Entry:
-    encoding = contents.naming(name)
     streams: tuple[ElementStream, ...]
-    if lazy is not None and reduced is None and not isinstance(lazy, StackedArray):
-        streams = (of_tensor(lazy, _flat_name(name, encoding)),)
-        return Entry(name, (), (), streams, encoding, contents)
-    variable = contents.variables[name]
-    record = stack_of(variable)
+    if lazy is not None and reduced is None and not contents.is_stacked(name):
+        streams = (of_tensor(lazy, str(name)),)
+        return Entry(name, (), (), streams, {}, contents)
+    variable, indexes = contents.variables[name], contents.indexes_of(name)
+    record, encoding = stack_of(variable), naming_encoding(variable, indexes)
     if reduced is None:
         stacked: tuple[Hashable, ...] = () if record is None else record.dims
         dims = tuple(dim for dim in variable.dims if dim in stacked)
@@ -240,31 +240,26 @@ def _entry(
             rows = prod(_shape(variable, dims))
             require_memory(rows * _ROW_NBYTES, "Describe fewer rows of it at once")
     shape = _shape(variable, dims)
-    gone, absent = _absent(variable, dims, contents.coords)
+    gone, absent = _absent(variable, dims, indexes)
     inner = [variable.sizes[dim] for dim in variable.dims if dim not in dims]
     if reduced is not None and prod(inner) <= LONGEST_ROW:
         require_numbers(variable.dtype)
         return Entry(name, dims, shape, (), encoding, contents, gone, absent)
     if lazy is not None and not dims:
-        streams = (of_tensor(lazy, _flat_name(name, encoding)),)
+        (tensor,) = member_names(name, variable, dims, indexes)
+        streams = (of_tensor(lazy, str(tensor)),)
     elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
-        part = _part_suffix(encoding)
-        members = lazy.members if gone is None else compress(lazy.members, ~gone.ravel())
-        step = f"{record.run}." if record is not None and record.is_one_step(variable.dims) else ""
-        streams = tuple(of_tensor(m, _without_step(m.name, step) + part) for m in members)
+        pairs = zip(lazy.members, member_names(name, variable, dims, indexes), strict=True)
+        present = pairs if gone is None else compress(pairs, ~gone.ravel())
+        streams = tuple(of_tensor(member, str(tensor)) for member, tensor in present)
     else:
-        names = member_names(name, variable, dims, contents.coords)
+        names = member_names(name, variable, dims, indexes)
         values = unread_values(variable.transpose(*dims, ...))
         arrays = (values[position] if position else values for position in np.ndindex(shape))
         pairs = zip(arrays, names, strict=True)
         present = pairs if gone is None else compress(pairs, ~gone.ravel())
         streams = tuple(of_array(array, str(tensor)) for array, tensor in present)
     return Entry(name, dims, shape, streams, encoding, contents, gone, absent)
-
-
-def _without_step(name: str, run: str) -> str:
-    """Return the name of a tensor of a run without its step; `run` is empty for other tensors."""
-    return name.removeprefix(run).partition(".")[2] if run and name.startswith(run) else name
 
 
 def member_names(
@@ -276,16 +271,12 @@ def member_names(
     """Return the names of the tensors along stacked dimensions, in order; None for absent ones."""
     # The variable may be a selection along these dimensions.
     record = stack_of(variable)
-    if record is None and not dims:
-        return [_flat_name(name, variable.encoding)]
     if record is not None and set(dims) <= set(record.dims):
         indices = remaining_indices(record, variable, coords)
         if prod(map(len, indices)) == prod(variable.sizes[dim] for dim in dims):
-            suffix = _part_suffix(variable.encoding)
-            return [
-                n and n.removesuffix(record.suffix) + suffix
-                for n in record.names(indices, variable.dims)
-            ]
+            return record.names(indices, variable.dims)
+    if not dims:
+        return [str(name)]
     positions = np.ndindex(*(variable.sizes[dim] for dim in dims))
     return [f"{name}[{', '.join(map(str, position))}]" for position in positions]
 
@@ -399,14 +390,6 @@ class _Values:
 
 def _shape(variable: xr.Variable, dims: tuple[Hashable, ...]) -> tuple[int, ...]:
     return tuple(variable.sizes[dim] for dim in dims)
-
-
-def _flat_name(name: Hashable, encoding: Mapping[Any, Any]) -> str:
-    return f"{encoding['tensor']}{_part_suffix(encoding)}" if "tensor" in encoding else str(name)
-
-
-def _part_suffix(encoding: Mapping[Any, Any]) -> str:
-    return f":{encoding['part']}" if "part" in encoding else ""
 
 
 # --- results -------------------------------------------------------------------------------------

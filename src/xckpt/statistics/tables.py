@@ -279,7 +279,7 @@ def channel_values(result: xr.Dataset, statistic: str) -> dict[str, Array]:
     for name, variable in _described(result):
         record = stack_of(variable)
         along = tuple([dim for dim in variable.dims if record and dim in record.dims])
-        names = member_names(name, variable, along, coords)
+        names = _names(name, variable, along, coords)
         channels = variable.transpose("statistic", *along, ...)[position].to_numpy()
         pairs = zip(names, channels.reshape(len(names), -1), strict=True)
         values |= {tensor: row for tensor, row in pairs if tensor is not None}
@@ -328,7 +328,17 @@ def named_tensors(result: xr.Dataset) -> Iterator[tuple[xr.Variable, list[str | 
     """Yield each variable of a result with the names of its tensors; None for absent ones."""
     coords = {name: result.variables[name] for name in result.coords}
     for name, variable in _described(result):
-        yield variable, member_names(name, variable, variable.dims[1:], coords)
+        yield variable, _names(name, variable, variable.dims[1:], coords)
+
+
+def _names(
+    name: Hashable,
+    variable: xr.Variable,
+    dims: tuple[Hashable, ...],
+    coords: Mapping[Hashable, xr.Variable],
+) -> list[str | None]:
+    """Return the names of tensors; a variable has another name if two in `a` and `b` have one."""
+    return member_names(variable.encoding.get("tensor", name), variable, dims, coords)
 
 
 def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
