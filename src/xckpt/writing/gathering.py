@@ -155,7 +155,10 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
         of_file = any(obj.attrs.keys() & {*form.storage_attrs} for form in formats.loaded())
         if is_model or of_file or model_facts(obj.attrs).sizes:
             raise ValueError(_NO_COMMON if isinstance(obj, xr.Dataset) else _TREE_AND_DATASET)
-        change = "it has no tensors; arithmetic keeps only those that both sides have"
+        change = (
+            "it has no tensors; arithmetic keeps only those whose names both sides have "
+            "(a.rename({old: new}) gives one another name)"
+        )
         changes.add(change, type(obj).__name__)
 
 
