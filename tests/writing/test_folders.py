@@ -466,6 +466,21 @@ class TestResults:
             a.assign({HEAD: 2 * a[TABLE]}).ckpt.save("out/")
         assert config("out")["tie_word_embeddings"] is False
 
+    @pytest.mark.parametrize("stated", [{}, {"tie_word_embeddings": True}])
+    def test_a_head_without_a_table_of_tokens_is_not_tied(self, stated: dict[str, Any]) -> None:
+        ctc = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "hidden_size": 8}
+        tensors = {f"wav2vec2.encoder.layers.{n}.attention.k_proj.weight": (8, 8) for n in (0, 1)}
+        tensors |= {HEAD: (32, 8), "lm_head.bias": (32,)}
+        arrays = {name: np.ones(shape, "f4") for name, shape in tensors.items()}
+        xckpt.save(arrays, "a/model.safetensors", overwrite=True)
+        Path("a/config.json").write_text(json.dumps(ctc | stated))
+        a = xckpt.open("a")
+        a.ckpt.save("same/")
+        a.assign({HEAD: 2 * a[HEAD]}).ckpt.save("out/")
+        assert config("out") == config("same") == ctc | stated
+        with pytest.warns(CheckpointWarning, match=r"lacks 1 of its 4 tensors: 'lm_head\.weight"):
+            a.drop_vars(HEAD).ckpt.save("part/")
+
     def test_a_head_that_is_computed_as_the_table_stays_tied(self) -> None:
         for name in "ab":
             Path(name, "config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": True}))

@@ -155,18 +155,24 @@ def _fit_head(
     fit: ConfigFit, structure: Structure, old: Collection[str], sources: Mapping[str, Any]
 ) -> None:
     """State that the head is not tied to the embeddings if its values are others."""
-    slots = {structure[name].slot: name for name in structure if structure.param(name) == "weight"}
-    head, table = (slots.get(slot) for slot in ("output", "token_embedding"))
-    if not _is_tied(fit.config) or head is None or _TIED in fit.edited:
+    head, table = (_weight_of(structure, slot) for slot in ("output", "token_embedding"))
+    if head is None or table is None or not _may_be_tied(fit.config) or _TIED in fit.edited:
         return
-    if head not in old or sources.get(head) != sources.get(table or ""):
+    if head not in old or sources[head] != sources[table]:
+        was = fit.config.get(_TIED, "not stated")
         fit.config[_TIED] = False
-        fit.corrections.append(f"{_TIED}: False (was True)")
+        fit.corrections.append(f"{_TIED}: False (was {was})")
         fit.added = [name for name in fit.added if name != head]
 
 
-def _is_tied(config: Mapping[str, Any]) -> bool:
-    """Return whether the head is tied, which configs of transformers need not state."""
+def _weight_of(structure: Structure, slot: str) -> str | None:
+    """Return the weight of a module that a model has once, such as its head."""
+    weights = [name for name in structure if structure[name].slot == slot]
+    return next((name for name in weights if structure.param(name) == "weight"), None)
+
+
+def _may_be_tied(config: Mapping[str, Any]) -> bool:
+    """Return whether a table may be tied to the head, which transformers need not state."""
     return config.get(_TIED, "model_type" in config) is True
 
 
@@ -396,7 +402,7 @@ def _missing(
         if renamed:
             fit.renamed = f"no tensor has the name {some(renamed, 'names', _SHOWN)} any more"
         return []
-    is_tied = _is_tied(fit.config)
+    is_tied = _may_be_tied(fit.config) and _weight_of(structure, "token_embedding") is not None
     weights = []
     for name in missing:
         info = structure[name]
