@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.arrays.graph import is_computed, lazies_in, selections_in, with_values
+from xckpt.arrays.graph import is_computed, lazies_in, lazy_of, selections_in, with_values
 from xckpt.arrays.keys import compose, result_shape, take, whole
 from xckpt.arrays.lazy import LazyArray, SlicedArray
 from xckpt.arrays.stacked import StackedArray
+from xckpt.structure.numbering import parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 
 _TABLES = frozenset({"token_embedding", "output"})
 _ROWS = "vocab"
-_EXPERT = "expert"
+_EXPERT, _ROUTER = "expert", "router"
 # Larger tables are computed in part.
 _WHOLE_NBYTES = 64 << 20
+# One choice of marks may not tell few rows apart.
+_FEW_ROWS, _SEEDS_OF_FEW = 64, 8
 
 
 def are_rows_moved(
@@ -36,13 +39,22 @@ def are_rows_moved(
     for tensor in tensors:
         array: Any = getattr(tensor, "data", {}).get("data")
         info = structure[tensor.name]
-        is_table = info.slot in _TABLES if rows == _ROWS else rows in info.axes
-        if not is_table or not hasattr(array, "dask"):
+        axes: list[str | None] = list(info.axes)
+        if rows == _EXPERT and rows not in axes and structure.module_type(tensor.name) == _ROUTER:
+            axes = [axis or rows for axis in axes]  # of too few experts to tell
+        if not (info.slot in _TABLES if rows == _ROWS else rows in axes):
+            continue
+        lazy = array if isinstance(array, LazyArray) else lazy_of(array)
+        if isinstance(lazy, SlicedArray) and rows in axes:
+            kept = [part for part in lazy.key if isinstance(part, slice)][axes.index(rows)]
+            if kept.start or kept.step not in {None, 1}:
+                return True
+        if not hasattr(array, "dask"):
             continue
         if _are_selected(array, tensor.shape, rows):
             return True
-        if is_computed(array) and rows in info.axes and array.size:
-            return _are_moved(array, info.axes.index(rows))
+        if is_computed(array) and rows in axes and array.size:
+            return _are_moved(array, axes.index(rows))
     return False
 
 
@@ -53,19 +65,27 @@ def moved_routers(
 ) -> list[str]:
     """Return the routers of a mixture if their rows are in another order than its experts."""
     # `stored` has the names of the tensors that a tensor is read or may be computed from.
-    routers = {t.name: t for t in tensors if structure.module_type(t.name) == "router"}
+    routers = {t.name: t for t in tensors if structure.module_type(t.name) == _ROUTER}
     experts = [tensor for tensor in tensors if tensor.name not in routers]
     numbers = {name: dict(structure.indices(name)).get(_EXPERT) for name in structure}
     renumbered = [
         name
         for name in numbers.keys() - routers.keys()
-        if numbers[name] not in {None, *map(numbers.get, stored[name])}
-        and None not in map(numbers.get, stored[name])
-        and stored[name]
+        if (number := numbers[name]) is not None and stored[name]
+        if number not in (old := [_number_in(n, name, number) for n in stored[name]])
+        and None not in old
     ]
     have_moved = bool(renumbered) or are_rows_moved(experts, structure, _EXPERT)
     are_apart = have_moved != are_rows_moved(routers.values(), structure, _EXPERT)
     return [*routers] if are_apart else []
+
+
+def _number_in(stored: str, name: str, number: int) -> int | None:
+    """Return the number of a stored tensor in the place of a number in a name of the same form."""
+    before, after = parse_name(stored), parse_name(name)
+    places = [place for place, text in enumerate(after.indices) if int(text) == number]
+    is_same = before.template == after.template
+    return int(before.indices[places[-1]]) if is_same and places else None
 
 
 def is_computed_from(array: Any, names: Collection[str]) -> bool:
@@ -116,28 +136,31 @@ def _are_moved(array: Any, axis: int) -> bool:
     for file in files:
         of_file = {name: t for name, t in tables.items() if t.base.source.name == file}
         count = min(table.rows for table in of_file.values())
-        marked = with_values(array, partial(_marks, of_file))
         starts = np.cumsum([0, *array.chunks[axis]])
+        seeds = range(_SEEDS_OF_FEW if count <= _FEW_ROWS else 1)
+        marked = [with_values(array, partial(_marks, of_file, seed)) for seed in seeds]
         for block in blocks:
             first = 0 if block is ... else int(starts[block[axis]])
-            is_marked = _is_marked(count)[first:]
-            if _are_elsewhere(marked.blocks[block], axis, is_marked):
+            pairs: set[tuple[bool, bool]] = set()
+            for seed in seeds:
+                is_marked = _is_marked(count, seed)[first:]
+                pairs |= _marks_in(marked[seed].blocks[block], axis, is_marked)
+            if {(True, False), (False, True)} <= pairs:
                 return True
     return False
 
 
-def _are_elsewhere(block: Any, axis: int, is_marked: Array) -> bool:
-    """Return whether marks are in other rows, and not in theirs."""
+def _marks_in(block: Any, axis: int, is_marked: Array) -> set[tuple[bool, bool]]:
+    """Return whether rows have marks, and whether they had some: all pairs of these."""
     # Sums over all rows have NaN in all of them, and functions that replace it in none.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             values = np.asarray(block.compute())
         except (ArithmeticError, TypeError, ValueError):  # a function that does not take others
-            return False
+            return set()
         is_nan = np.isnan(values).any(axis=tuple(n for n in range(values.ndim) if n != axis))
-    pairs = list(zip(is_nan.tolist(), is_marked.tolist(), strict=False))
-    return (True, False) in pairs and (False, True) in pairs
+    return {*zip(is_nan.tolist(), is_marked.tolist(), strict=False)}
 
 
 class _Table(NamedTuple):
@@ -161,17 +184,17 @@ class _Table(NamedTuple):
         return cls(base, within, axis, count) if base.shape[axis] == count else None
 
 
-def _marks(tables: Mapping[str, _Table], name: str, lazy: LazyArray, key: Any) -> Array:
+def _marks(tables: Mapping[str, _Table], seed: int, name: str, lazy: LazyArray, key: Any) -> Array:
     """Return ones, and NaN in half of the rows of some tables."""
     ones = np.ones(result_shape(lazy.shape, key), lazy.dtype)
     if name not in tables:
         return ones
     base, within, axis, count = tables[name]
-    rows = np.where(_is_marked(count), np.nan, 1).astype(lazy.dtype)
+    rows = np.where(_is_marked(count, seed), np.nan, 1).astype(lazy.dtype)
     rows = rows.reshape([-1 if n == axis else 1 for n in range(base.ndim)])
     marked: Array = ones * take(np.broadcast_to(rows, base.shape), compose(within, key))
     return marked
 
 
-def _is_marked(count: int) -> Array:
-    return np.random.default_rng(0).random(count) < 0.5
+def _is_marked(count: int, seed: int) -> Array:
+    return np.random.default_rng(seed).random(count) < 0.5
