@@ -14,7 +14,7 @@ import dataclasses
 import os
 from collections import Counter, defaultdict
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, islice, product
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -76,6 +76,10 @@ _IN_STATE_DICT = (
 )
 _OTHER_SHARDS = (
     "shards that were in the folder stay, though the new index names none of them; remove them"
+)
+_UNSTACK = (
+    "; xarray fills numbers that a variable lacks and another one with the dim has "
+    "(.ckpt.unstack() of both sides before assign keeps their layers apart)"
 )
 # Computed tensors with NaN or infinities whose sources are read again, to find out whether they
 # have some, too.
@@ -305,7 +309,9 @@ class WriteJob:
             nans, infinities = (sum(numbers) for numbers in zip(*new.values(), strict=True))
             total = counted(nans + infinities, "computed element")
             kinds = " or ".join(["NaN"] * (nans > 0) + ["infinite"] * (infinities > 0))
-            warn(f"{self.target.path}: {total} {kinds}, unlike the sources: {some(list(new))}")
+            hint = _UNSTACK if _are_filled(self._stores, new) else ""
+            text = f"{total} {kinds}, unlike the sources: {some(list(new))}{hint}"
+            warn(f"{self.target.path}: {text}")
         for dtype, by_tensor in counts.items():
             names = [name for name in by_tensor if by_tensor[name]]
             total = counted(by_tensor.total(), "element")
@@ -442,6 +448,8 @@ def plan_job(
         )
     except CheckpointError as error:
         raise error.located(path=path) from error.__cause__
+    for existing in filter(os.path.lexists, () if is_remote(path) or grown is not None else paths):
+        target._replace(path=existing).check()  # nothing changes if the file may not be replaced
     fitting.changes.warn(target.path)
     return job
 
@@ -589,6 +597,19 @@ def _new_nonfinite(
         if nans or is_new:
             new[data.name] = nans, infinities * is_new
     return new and new | {data.name: numbers for data, numbers in counts[_MOST_SOURCES:]}
+
+
+def _are_filled(stores: Iterable[_ComputedPart], new: Mapping[str, tuple[int, int]]) -> bool:
+    """Return whether a tensor of a stack is NaN as a whole, as xarray fills missing numbers."""
+    from xckpt.arrays.graph import lazies_in  # which imports dask
+
+    return any(
+        new.get(store.data.name, (0, 0))[0] == store.data.array.size
+        and any(
+            len([*islice(o.tensor_origins, 2)]) > 1 for o in lazies_in(store.data.array).values()
+        )
+        for store in stores
+    )
 
 
 def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
