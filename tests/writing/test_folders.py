@@ -117,6 +117,14 @@ def test_a_name_with_an_unknown_ending_may_be_a_folder(name: str) -> None:
     assert "config.json" in names(name)
 
 
+def test_a_refused_overwrite_warns_of_nothing() -> None:
+    xckpt.convert("base", "out/", max_shard_size=300)
+    before = names("out")
+    with pytest.raises(FileExistsError, match="overwrite=True replaces it"):
+        (xckpt.open("base") + 1).ckpt.save("out/", max_shard_size=600)
+    assert names("out") == before
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("has_index", [False, True])
 def test_shards_of_another_model_are_refused(
@@ -1075,6 +1083,17 @@ OF_UNET = {
     "down_blocks.1.resnets.0.conv1.weight": (16, 8, 3, 3),
     "mid_block.resnets.0.conv1.weight": (16, 16, 3, 3),
 }  # fmt: skip
+WHISPER = {
+    "model_type": "whisper", "d_model": 6, "max_source_positions": 12, "max_target_positions": 9,
+    "num_mel_bins": 5,
+}  # fmt: skip
+OF_WHISPER = {
+    "model.encoder.embed_positions.weight": (12, 6),
+    "model.decoder.embed_positions.weight": (9, 6),
+    "model.encoder.conv1.weight": (6, 5, 3),
+}
+BART = {"model_type": "bart", "d_model": 6, "max_position_embeddings": 9}
+OF_BART = {f"model.{part}.embed_positions.weight": (11, 6) for part in ("encoder", "decoder")}
 #: A config, the shapes of tensors, and an edit of the config that contradicts them.
 WRONG: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
     "patch": (VIT, OF_VIT, {"patch_size": 4}, "patch_size 4: the tensors have 2.*"),
@@ -1098,6 +1117,9 @@ WRONG: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
         r"block_out_channels \[8, 32\]: the tensors have 16 instead of 32",
     ),
     "inputs": (UNET, OF_UNET, {"in_channels": 9}, "in_channels 9: the tensors have 4"),
+    "positions of the source": (
+        WHISPER, OF_WHISPER, {"max_source_positions": 8}, "max_source_positions 8: .* have 12",
+    ),
 }  # fmt: skip
 #: A config, the shapes of tensors, and an edit of the config with the shapes of new tensors.
 RIGHT: dict[str, tuple[dict[str, Any], Any, dict[str, Any], Any]] = {
@@ -1115,6 +1137,20 @@ RIGHT: dict[str, tuple[dict[str, Any], Any, dict[str, Any], Any]] = {
     "heads": (HEADS, OF_HEADS, {"num_key_value_heads": 1}, dict.fromkeys(OF_HEADS, (4, 16))),
     "types": (BERT, {TYPES: (2, 8)}, {"type_vocab_size": 1}, {TYPES: (1, 8)}),
     "inputs": (UNET, OF_UNET, {"in_channels": 9}, {"conv_in.weight": (8, 9, 3, 3)}),
+    "positions of the source": (
+        WHISPER, OF_WHISPER, {"max_source_positions": 8},
+        {"model.encoder.embed_positions.weight": (8, 6)},
+    ),
+    "positions of the target": (
+        WHISPER, OF_WHISPER, {"max_target_positions": 5},
+        {"model.decoder.embed_positions.weight": (5, 6)},
+    ),
+    "bins": (
+        WHISPER, OF_WHISPER, {"num_mel_bins": 4}, {"model.encoder.conv1.weight": (6, 4, 3)}
+    ),
+    "positions beside others": (
+        BART, OF_BART, {"max_position_embeddings": 5}, dict.fromkeys(OF_BART, (7, 6)),
+    ),
 }  # fmt: skip
 
 
@@ -1203,6 +1239,21 @@ class TestSizesOfParts:
         both = renamed | {"label2id": {"x": 0, "y": 1, "z": 2}}
         ds.assign_attrs(config=stated | both).ckpt.save("both/")
         assert config("both") == stated | both
+
+    def test_layers_that_xarray_filled_are_named_with_the_call_that_keeps_stacks_apart(
+        self,
+    ) -> None:
+        stated = {"model_type": "bart", "encoder_layers": 3, "decoder_layers": 3, "d_model": 8}
+        stacks = [f"model.{part}.layers.{{}}.fc1.weight" for part in ("encoder", "decoder")]
+        self.write(stated, {stack.format(n): (16, 8) for stack in stacks for n in range(3)})
+        ds = xckpt.open("base", stack=True)
+        decoder = [name for name in ds if "decoder" in str(name)]
+        part = ds[decoder].isel(layers=[0, 2])
+        with pytest.warns(CheckpointWarning, match=r"128 .*NaN.*\(\.ckpt\.unstack\(\) of both"):
+            ds.drop_vars(decoder).assign(part.data_vars).ckpt.save("filled/")
+        part = part.assign_coords(layers=range(2)).ckpt.unstack()
+        with pytest.warns(CheckpointWarning, match=r"'decoder_layers: 2 \(was 3\)'$"):
+            ds.drop_vars(decoder).ckpt.unstack().assign(part.data_vars).ckpt.save("out/")
 
     def test_numbers_of_tokens_are_no_values_of_layers(self) -> None:
         stated = {"model_type": "whisper", "encoder_layers": 2, "begin_suppress_tokens": [220, 50]}
@@ -1328,6 +1379,35 @@ class TestSizesOfParts:
             result.ckpt.save(f"{number}/")
             assert "config.json" in names(str(number))
 
+    @pytest.mark.parametrize("chosen", [[0, 2], [2, 3], [3, 1], [1], [3, 0, 1]])
+    @pytest.mark.parametrize("factor", [1, 2])
+    def test_routers_of_some_experts_are_those_of_the_experts(
+        self, chosen: list[int], factor: int
+    ) -> None:
+        routers = self.write_mixture(is_stacked=False)
+        ds = xckpt.open("base") * factor if factor > 1 else xckpt.open("base")
+        places = {f"experts.{old}.": f"experts.{new}." for new, old in enumerate(chosen)}
+        experts = {
+            str(name).replace(old, places[old]): ds[name]
+            for name in ds
+            for old in places
+            if old in str(name)
+        }
+        rest = ds.drop_vars([name for name in ds if ".experts." in str(name)])
+        edited = ds.attrs["config"] | {"num_experts": len(chosen)}
+        result = rest.assign(experts).assign_attrs(config=edited)
+        moved = result.drop_vars(routers).assign(
+            {name: ds[name].isel(expert=chosen) for name in routers}
+        )
+        moved.ckpt.save("out/")
+        assert config("out") == edited
+        text = "rows of routers that are in another order than the experts"
+        stay = result.drop_vars(routers).assign(
+            {name: ds[name].isel(expert=slice(len(chosen))) for name in routers}
+        )
+        with pytest.warns(CheckpointWarning, match=text):
+            stay.ckpt.save("wrong/")
+
     def test_an_edited_number_of_experts_is_that_of_all(self) -> None:
         self.write_mixture(is_stacked=False)
         edited = config("base") | {"num_experts": 2}
@@ -1376,6 +1456,38 @@ class TestSizesOfParts:
             model.ckpt.save("out/")
         with pytest.warns(CheckpointWarning, match="written from the attributes"):
             model.assign_attrs(config=right).ckpt.save("right/")
+
+    def test_a_size_of_a_single_tensor_is_named_with_its_key(self) -> None:
+        self.write(WHISPER, OF_WHISPER)
+        ds = xckpt.open("base")
+        with pytest.warns(CheckpointWarning, match=r"\(5, 6\)\); see 'max_target_positions'"):
+            ds.isel(context=slice(5)).ckpt.save("out/")
+
+    @pytest.mark.parametrize("is_stated", [False, True])
+    def test_heads_have_the_size_that_the_config_implies(self, is_stated: bool) -> None:
+        stated = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4,
+                  "num_key_value_heads": 2}  # fmt: skip
+        module = "model.layers.0.self_attn.{}_proj.weight"
+        extents = {"q": (16, 16), "k": (8, 16), "v": (8, 16), "o": (16, 16)}
+        self.write(stated, {module.format(kind): shape for kind, shape in extents.items()})
+        ds = xckpt.open("base")
+        half, first = slice(8), slice(4)
+        key, value = ("head*key", "head_kv*key"), ("head*value", "head_kv*value")
+        parts = {dim: half if "kv" not in dim else first for dim in (*key, *value)}
+        pruned = ds.isel({dim: part for dim, part in parts.items() if dim in ds.dims})
+        edited = stated | {"num_attention_heads": 2, "num_key_value_heads": 1}
+        if is_stated:
+            edited["head_dim"] = 4
+            pruned.assign_attrs(config=edited).ckpt.save("out/")
+            assert config("out") == edited
+            return
+        text = r"num_attention_heads 2 and head_dim 8: .* have 8 instead of 16 \(state head_dim"
+        with pytest.warns(CheckpointWarning, match=text):
+            pruned.assign_attrs(config=edited).ckpt.save("out/")
+        assert names_without_config("out")
+        twice = {"num_attention_heads": 8, "num_key_value_heads": 4}
+        ds.assign_attrs(config=stated | twice).ckpt.save("other/")
+        assert config("other") == stated | twice
 
     @pytest.mark.parametrize(("stated", "shapes", "edit", "new"), RIGHT.values(), ids=RIGHT)
     def test_edited_sizes_that_new_tensors_have_are_written(

@@ -65,7 +65,8 @@ class ConfigFit:
 
     def add_problem(self, text: str, places: Iterable[str] = ()) -> None:
         """Add a difference that edits of these keys may explain."""
-        if self.edited.isdisjoint([place.partition(".")[0] for place in places]):
+        is_explained = not self.edited.isdisjoint([place.partition(".")[0] for place in places])
+        if not is_explained and text not in self.problems:
             self.problems.append(text)
 
     def correct(self, size: StatedSize, value: int) -> None:

@@ -45,6 +45,8 @@ _SHOWN = 3
 _LAYER_KEYS = (*KEYS["layer"], "n_layers")
 _TIED = "tie_word_embeddings"
 _CLASSES = "architectures"
+_HEAD_DIM = "head_dim"
+_STATE_HEAD_DIM = " (state head_dim, which otherwise follows from the width and the heads)"
 _NUMBERS_OF_TOKENS = "_token_id"  # at the end of keys
 # Wrappers, and usual prefixes of a base model, in their order.
 _PREFIXES = ("_orig_mod.", "module.", "model.", "transformer.")
@@ -93,18 +95,34 @@ def fit_config(
             fit.config.pop(key, None)
         fit.config |= {key: deepcopy(edited[key]) for key in edited if key in fit.edited}
         # Tensors that the config contradicted before have other sizes of this name.
-        contradicted = {
-            text.partition(":")[0]
-            for text in check_config(config, before, counts_layers=False).problems
-        }
-        problems = check_config(fit.config, after, counts_layers=False).problems
-        fit.problems += [text for text in problems if text.partition(":")[0] not in contradicted]
+        problems = check_config(config, before, counts_layers=False).problems
+        contradicted = {text.partition(":")[0] for text in problems}
+        implied = _implied_head_dim(fit.config)
+        if implied and problems != (
+            check_config(
+                dict(config) | _implied_head_dim(config), before, counts_layers=False
+            ).problems
+        ):
+            implied = {}  # heads had another size
+        for text in check_config(fit.config | implied, after, counts_layers=False).problems:
+            if text.partition(":")[0] not in contradicted:
+                fit.add_problem(
+                    f"{text}{_STATE_HEAD_DIM}" if implied and _HEAD_DIM in text else text
+                )
         _check_edited_layers(fit, config, structure, new)
         _check_edited_labels(
             fit, config, label_counts(structure, old), label_counts(Structure(after, facts), new)
         )
     _check_tokens(fit)
     return fit
+
+
+def _implied_head_dim(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the size of heads that models compute where their config states none."""
+    sizes = sizes_stated_in(config)
+    if "key" in sizes or not {"embd", "head"} <= sizes.keys():
+        return {}
+    return {_HEAD_DIM: sizes["embd"].value // sizes["head"].value}
 
 
 def _check_edited_layers(
@@ -447,7 +465,7 @@ def _fit_axes(
         if len(old[name]) != len(new[name]):
             unexplained[name] = None
             continue
-        stated, contradictions = compare_extents(name, old[name], new[name], configs)
+        stated, contradictions, unedited = compare_extents(name, old[name], new[name], configs)
         problems |= contradictions
         shapes = zip(old[name], new[name], strict=True)
         for number, (axis, pair) in enumerate(zip(structure[name].axes, shapes, strict=True)):
@@ -461,6 +479,7 @@ def _fit_axes(
                 keys |= dict.fromkeys(
                     key for key in CONFIG_KEYS.get(axis or "", ()) if key in fit.config
                 )
+                keys |= dict.fromkeys(unedited.get(number, ()))
     fit.problems += problems.values()
     for axis, pairs in extents.items():
         _fit_size(fit, axis, pairs, sizes)

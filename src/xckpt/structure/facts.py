@@ -15,6 +15,7 @@ of an unexpected type counts as missing.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -257,6 +258,14 @@ _EXTENTS = (
         r"[kv]_proj\.(?:weight|bias)", 0, _HEADS,
         lambda sizes: sizes[0] * sizes[1] // sizes[2], 0, "head_dim",
     ),
+    _ExtentRule.of(r"encoder\.embed_positions\.weight", 0, ("max_source_positions",)),
+    _ExtentRule.of(r"decoder\.embed_positions\.weight", 0, ("max_target_positions",)),
+    _ExtentRule.of(
+        r"embed_positions\.weight", 0, ("max_position_embeddings",), itemgetter(0), 2
+    ),
+    _ExtentRule.of(r"encoder\.conv1\.weight", 1, ("num_mel_bins",)),
+    _ExtentRule.of(r"relative_attention_bias\.weight", 0, ("relative_attention_num_buckets",)),
+    _ExtentRule.of(r"query_position_embeddings\.weight", 0, ("num_queries",)),
     _ExtentRule.of(r"conv_in\.weight", 1, ("in_channels",)),
     _ExtentRule.of(r"conv_out\.weight", 0, ("out_channels",)),
     _ExtentRule.of(r"conv_in\.weight", 0, _WIDTHS),
@@ -308,13 +317,15 @@ def _extents_stated_for(
 
 def compare_extents(
     name: str, before: Shape, after: Shape, configs: Sequence[Mapping[str, Any]]
-) -> tuple[set[int], dict[str, str]]:
+) -> tuple[set[int], dict[str, str], dict[int, list[str]]]:
     """Return the axes of a tensor that fit an edited config, and by key how others contradict it.
 
-    Only extents that followed from the config before count.
+    The third are the keys of axes with another extent that were not edited. Only extents that
+    followed from the config before count.
     """
     stated, edited = (_extents_stated_for(name, config) for config in configs)
     axes, problems = set(), {}
+    unedited: dict[int, list[str]] = defaultdict(list)
     for place, size in stated.items():
         extra = before[size.axis] - size.extent if -len(before) <= size.axis < len(before) else -1
         if place not in edited or not 0 <= extra <= size.most_extra:
@@ -326,7 +337,9 @@ def compare_extents(
         elif new.extent != size.extent:
             was = "" if new.text == f"{key} {target}" else f" instead of {target}"
             problems[key] = f"{new.text}: the tensors have {extent}{was}"
-    return axes, problems
+        else:
+            unedited[size.axis % len(before)].append(key)
+    return axes, problems, unedited
 
 
 def contradicted_extents(name: str, shape: Shape, config: Mapping[str, Any]) -> dict[str, str]:
@@ -337,7 +350,11 @@ def contradicted_extents(name: str, shape: Shape, config: Mapping[str, Any]) -> 
         if " and " not in size.text and -len(shape) <= size.axis < len(shape)
     }
     # Sections of a config may differ, and the model uses one of them.
-    right = {size.axis for size in stated.values() if size.extent == shape[size.axis]}
+    right = {
+        size.axis
+        for size in stated.values()
+        if 0 <= shape[size.axis] - size.extent <= size.most_extra
+    }
     return {
         key: f"{size.text}: the tensors have {shape[size.axis]}"
         for key, size in stated.items()
