@@ -519,6 +519,30 @@ class TestResults:
         assert config("out") == LLAMA
 
     @pytest.mark.parametrize(
+        "load",
+        [
+            lambda: xckpt.open("a").load(),
+            lambda: xckpt.open("a").compute(),
+            lambda: xckpt.open("a").persist(),
+            lambda: xckpt.open("a", chunks=None).load(),
+            lambda: xckpt.open("a", stack=True).load(),
+        ],
+        ids=["load", "compute", "persist", "no chunks", "stack"],
+    )
+    def test_a_model_in_memory_that_an_adapter_changes_has_its_config(self, load: Any) -> None:
+        merged = load().ckpt.merge("lora").ckpt.merge(xckpt.open("lora-2"))
+        text = r"written from the attributes, without tokenizer.*: 'config\.json'"
+        with pytest.warns(CheckpointWarning, match=text):
+            merged.ckpt.save("out/")
+        assert names("out") == ["config.json", "model.safetensors"]
+        assert config("out") == LLAMA
+
+    def test_a_model_in_memory_may_be_changed_as_a_whole(self) -> None:
+        queries = xckpt.open("a").ckpt.find("*q_proj*").load()
+        with pytest.warns(CheckpointWarning, match=r"written from the attributes.*'config\.json'"):
+            queries.ckpt.merge("lora").ckpt.save("out/")
+
+    @pytest.mark.parametrize(
         ("make", "text"),
         [
             (lambda: with_layers([0, 2]), "num_hidden_layers 3: the tensors have 2"),

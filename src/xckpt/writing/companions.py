@@ -167,12 +167,9 @@ def companions_of(
         before = []  # the tensors of another model
     fit = _fit(config, edited, before, after, sources)
     old_names = [tensor.name for tensor in before]
-    if (
-        fit.missing
-        and tensors.keys().isdisjoint(old_names)
-        and _with_rests(tensors).isdisjoint(_with_rests(old_names))
-    ):
-        return Companions({})  # such as updates, which describe another model
+    if fit.missing and _have_no_name_of(old_names, tensors):
+        in_memory = _in_memory(origin, tensors.values())
+        return companions_of(in_memory, tensors, target, changes) if in_memory else Companions({})
     fit.renamed = fit.renamed or _with_other_prefixes(old_names, tensors)
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
     fit_quantization(fit, dense, is_quantized=is_quantized)
@@ -279,6 +276,13 @@ def _stored_names(origin: Origin, tensor: WantedTensor) -> list[str]:
     return [o.tensor.name for lazy in lazies_in(array).values() for o in lazy.tensor_origins]
 
 
+def _in_memory(origin: Origin, tensors: Iterable[WantedTensor]) -> Origin | None:
+    """Return the origin of a model in memory that files only change; None for changes alone."""
+    is_adapter = origin.folder is not None and is_readable(origin.folder / ADAPTER_CONFIG)
+    is_changed = is_adapter or not all(_stored_names(origin, tensor) for tensor in tensors)
+    return Origin(configs=origin.configs) if CONFIG in origin.configs and is_changed else None
+
+
 def _with_other_prefixes(before: Iterable[str], after: Iterable[str]) -> str:
     """Name the tensors with another prefix than before; loaders add or remove one."""
     old, new = (
@@ -289,6 +293,11 @@ def _with_other_prefixes(before: Iterable[str], after: Iterable[str]) -> str:
     rests = [bare.partition(".")[2] for bare in new if bare not in old]
     names = [gone[name] for name in rests if "." in name and name in gone]
     return f"no tensor has the name {some(names, 'names', 3)} any more" if names else ""
+
+
+def _have_no_name_of(before: Collection[str], after: Collection[str]) -> bool:
+    """Return whether no tensor has the name of an old one, prefixes aside."""
+    return set(after).isdisjoint(before) and _with_rests(after).isdisjoint(_with_rests(before))
 
 
 def _with_rests(names: Iterable[str]) -> set[str]:
