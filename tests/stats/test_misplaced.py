@@ -83,6 +83,19 @@ class TestCopies:
         assert differing(*((ours, theirs) if layers == 2 else (theirs, ours))) == expected
 
 
+def test_the_first_of_several_modules_of_keras_has_the_number_0() -> None:
+    kinds = ("weight_ih", "weight_hh")
+    matrices = {(kind, n): _values(4 * WIDTH, WIDTH) for kind in kinds for n in range(5)}
+    ours = {f"lstm.{kind}_l{n}": x for (kind, n), x in matrices.items()}
+    theirs = {
+        f"layers/lstm{f'_{n}' if n else ''}/cell/vars/{kinds.index(kind)}": x.T.copy()
+        for (kind, n), x in matrices.items()
+    }
+    theirs["layers/lstm/cell/vars/1"] = theirs.pop("layers/lstm_2/cell/vars/1")
+    expected = {"lstm.weight_hh_l0", "lstm.weight_hh_l2", "layers/lstm/cell/vars/1"}
+    assert differing(ours, theirs) == expected
+
+
 def _anonymous(name: str) -> str:
     return f"val_{crc32(name.encode()) % 100_000}"
 

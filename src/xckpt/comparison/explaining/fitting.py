@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from xckpt.comparison.classify import Places
     from xckpt.comparison.explaining.outcome import Case, Explanation
 
+_SEPARATOR = re.compile(r"([./])")
 _DIGITS = re.compile(r"(?<![0-9])[0-9]{1,9}(?![0-9])")
 # Names with more numbers do not vote with the last ones.
 _MOST_NUMBERS = 4
+# The last words of names with more words are not numbered.
+_MOST_WORDS = 32
 # A pair that so many others follow, with the same distance of the numbers, is not doubted.
 _REGULAR = 3
 # The most tensors of one size without a partner that are tried for a pair, and for all pairs.
@@ -40,6 +43,25 @@ class _Name(NamedTuple):
     #: The text before and with each number: ``layers.3``.
     fronts: tuple[str, ...]
     stem: str
+
+
+def _with_zeros(names: Sequence[str]) -> dict[str, str]:
+    """Return other spellings of names: ``lstm`` beside ``lstm_1`` is ``lstm_0``."""
+    pieces = {name: _SEPARATOR.split(name, _MOST_WORDS) for name in names}
+    modules: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for words in pieces.values():
+        for n, word in enumerate(words):
+            base, _, number = word.rpartition("_")
+            if base and number.isdecimal():
+                modules[*words[:n], base].add(number)
+    spellings = {
+        name: "".join([
+            f"{word}_0" if "0" not in modules.get(tuple(words[: n + 1]), "0") else word
+            for n, word in enumerate(words)
+        ])
+        for name, words in pieces.items()
+    }  # fmt: skip
+    return {name: spelling for name, spelling in spellings.items() if spelling != name}
 
 
 @lru_cache(maxsize=1 << 16)
@@ -85,17 +107,27 @@ def _subjects(a: str, b: str) -> Iterator[list[_Subject]]:
 class _Votes:
     """Numbers of pairs by what their names have in common."""
 
-    def __init__(self, pairs: Sequence[tuple[str, str]], places: Places) -> None:
-        self.places = places
-        self._counts = Counter(chain.from_iterable(map(_all_subjects, pairs)))
+    def __init__(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        places: Places,
+        spellings: Sequence[Mapping[str, str]],
+    ) -> None:
+        self.places, self.spellings = places, spellings
+        self._counts = Counter(chain.from_iterable(map(self._subjects, pairs)))
+
+    def _subjects(self, pair: tuple[str, str]) -> frozenset[object]:
+        subjects = _subjects(*_respelled(pair, self.spellings))
+        return frozenset(chain.from_iterable(chain.from_iterable(subjects)))
 
     def without(self, pair: tuple[str, str]) -> _VotesOfOthers:
         """Return the votes of all other pairs."""
-        return _VotesOfOthers(self._counts, _all_subjects(pair), self.places)
+        return _VotesOfOthers(self._counts, self._subjects(pair), self.places, self.spellings)
 
 
-def _all_subjects(pair: tuple[str, str]) -> frozenset[object]:
-    return frozenset(chain.from_iterable(chain.from_iterable(_subjects(*pair))))
+def _respelled(pair: tuple[str, str], spellings: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    a, b = pair
+    return spellings[0].get(a, a), spellings[1].get(b, b)
 
 
 class _VotesOfOthers(NamedTuple):
@@ -104,10 +136,13 @@ class _VotesOfOthers(NamedTuple):
     counts: Mapping[object, int]
     omitted: Collection[object]
     places: Places
+    #: Other spellings of names of each side, for the votes.
+    spellings: Sequence[Mapping[str, str]]
 
     def fit(self, a: str, b: str) -> _Fit:
         """Return how well a tensor of `a` and one of `b` fit together."""
-        votes = [sum(map(self._votes, subjects)) for subjects in _subjects(a, b)]
+        subjects_of_votes = _subjects(*_respelled((a, b), self.spellings))
+        votes = [sum(map(self._votes, subjects)) for subjects in subjects_of_votes]
         return _Fit(self.places.likelihood(a, b), *votes)
 
     def _votes(self, subject: _Subject) -> int:
@@ -128,7 +163,8 @@ class _VotesOfOthers(NamedTuple):
         pairs = [(partner, name) if side else (name, partner) for name in (first, second)]
         fit, fit_of_second = (self.fit(*names) for names in pairs)
         if fit == fit_of_second:
-            return _resemblance(*pairs[0]) >= _resemblance(*pairs[1])
+            spelled = [_respelled(names, self.spellings) for names in pairs]
+            return _resemblance(*spelled[0]) >= _resemblance(*spelled[1])
         return all(n >= m for n, m in zip(fit, fit_of_second, strict=True))
 
 
@@ -152,7 +188,8 @@ def fitting_worse(
     siblings = Siblings(cases, explanations)
     lonely = _lonely(cases, explanations)
     pairs = _pairs(siblings) if any(lonely) else []
-    votes = _Votes([pair.names for pair in pairs], places)
+    spellings = [_with_zeros(list(numbers)) for numbers in siblings.numbers]
+    votes = _Votes([pair.names for pair in pairs], places, spellings)
     limit = max(1, min(_MOST_LONELY, _MOST_TRIED // max(1, len(pairs))))
     for of_side in lonely:
         of_side.update({size: names[:limit] for size, names in of_side.items()})
