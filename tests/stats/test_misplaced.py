@@ -96,6 +96,23 @@ def test_the_first_of_several_modules_of_keras_has_the_number_0() -> None:
     assert differing(ours, theirs) == expected
 
 
+def test_numbers_of_another_tensor_in_the_place_of_a_part_explain_nothing() -> None:
+    ours, theirs = model(4), {}
+    for name, x in model(4).items():
+        theirs[f"net.{name}"] = ours[name] = x
+    for layer, param in product(range(4), ("weight", "bias")):
+        shape = (WIDTH, WIDTH) if param == "weight" else (WIDTH,)
+        parts = {role: _values(*shape) for role in ("query", "key", "value")}
+        ours[f"net.layer.{layer}.self.query_key_value.{param}"] = np.concatenate([*parts.values()])
+        for role, x in parts.items():
+            theirs[f"net.net.layer.{layer}.self.{role}.{param}"] = x
+    copied, front = "net.layer.0.mlp.fc2.bias", "net.layer.2.self"
+    theirs[f"net.{front}.key.bias"] = theirs.pop(f"net.{copied}")
+    parts_of_whole = {f"net.{front}.{role}.bias" for role in ("query", "key", "value")}
+    expected = {copied, f"{front}.query_key_value.bias", *parts_of_whole}
+    assert differing(ours, theirs) == expected
+
+
 def _anonymous(name: str) -> str:
     return f"val_{crc32(name.encode()) % 100_000}"
 

@@ -7,6 +7,7 @@ then has no partner. Votes of the other pairs, and the places in the models, sho
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from functools import lru_cache
 from itertools import chain, product
@@ -187,15 +188,18 @@ def fitting_worse(
     """Return new explanations of pairs in whose place a tensor without a partner fits better."""
     siblings = Siblings(cases, explanations)
     lonely = _lonely(cases, explanations)
-    pairs = _pairs(siblings) if any(lonely) else []
+    if not any(lonely):
+        return {}
+    pairs = _pairs(siblings)
     spellings = [_with_zeros(list(numbers)) for numbers in siblings.numbers]
     votes = _Votes([pair.names for pair in pairs], places, spellings)
     limit = max(1, min(_MOST_LONELY, _MOST_TRIED // max(1, len(pairs))))
     for of_side in lonely:
         of_side.update({size: names[:limit] for size, names in of_side.items()})
+    wholes = _Wholes(_pairs(siblings, are_parts=True), votes, lonely)
     unlike: dict[int, Explanation] = {}
     for pair in pairs:
-        better = _better(pair, lonely, votes)
+        better = _better(pair, lonely, votes) or wholes.better(pair, limit)
         if better is not None:
             side, name = better
             reason = f"{quoted([name])} of {SIDES[side]}, which has no partner, fits better"
@@ -225,6 +229,34 @@ def _better(
     return None
 
 
+class _Wholes:
+    """Larger tensors without a partner, by which the parts of other such tensors are explained."""
+
+    def __init__(
+        self, pairs: Sequence[_Pair], votes: _Votes, lonely: Sequence[Mapping[int, Sequence[str]]]
+    ) -> None:
+        of_parts = _Votes([pair.names for pair in pairs], votes.places, votes.spellings)
+        self._votes, self._of_parts = votes, of_parts.without(("", ""))
+        self._lonely = [
+            sorted([(size, name) for size in side for name in side[size]]) if pairs else []
+            for side in lonely
+        ]
+
+    def better(self, pair: _Pair, limit: int) -> tuple[int, str] | None:
+        """Return the side and name of a tensor whose part should be in a pair; None without one."""
+        for side, size in enumerate(pair.sizes):
+            start = bisect_left(self._lonely[side], (size + 1, ""))
+            for _, name in self._lonely[side][start : start + limit]:
+                names = (pair.names[0], name) if side else (name, pair.names[1])
+                if self._of_parts.fit(*names).distances > 1 and not self._is_regular(pair):
+                    return side, name
+        return None
+
+    def _is_regular(self, pair: _Pair) -> bool:
+        fit = self._votes.without(pair.names).fit(*pair.names)
+        return bool(fit.distances) or self._votes.places.agree(*pair.names)
+
+
 def _lonely(
     cases: Sequence[Case], explanations: Mapping[int, Explanation]
 ) -> list[dict[int, list[str]]]:
@@ -238,11 +270,18 @@ def _lonely(
     return lonely
 
 
-def _pairs(siblings: Siblings) -> list[_Pair]:
-    """Return the explained pairs of different names, and the parts of stacks with the stacks."""
+def _pairs(siblings: Siblings, *, are_parts: bool = False) -> list[_Pair]:
+    """Return the explained pairs of different names, and the parts of stacks with the stacks.
+
+    With `are_parts`, return the parts of other tensors instead, with these.
+    """
     pairs: dict[_Pair, None] = {}
     for n, explanation in siblings.explanations.items():
-        is_pair = explanation.has_layout and TIED not in explanation.causes
+        is_pair = (
+            explanation.verified
+            and explanation.is_part == are_parts
+            and TIED not in explanation.causes
+        )
         case = siblings.cases[n]
         name, partners = case.match.name, explanation.other_names or (case.other_name,)
         are_alike = len({_DIGITS.sub("", partner) for partner in partners}) == 1
