@@ -116,6 +116,32 @@ class TestNamings:
         assert (place.param, place.axes) == ("weight", ("embd", "ff"))
         assert (place.outputs, place.inputs) == (1, 0)
 
+    def test_with_an_axis_of_heads_of_flax(self) -> None:
+        shapes: Shapes = {}
+        for name, shape in shapes_of(named.LLAMA).items():
+            path = f"params/{name.replace('.', '/')}"
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                shape = (48, shape[0] // 16, 16)  # noqa: PLW2901
+            elif name.endswith("o_proj.weight"):
+                shape = (6, 16, 48)  # noqa: PLW2901
+            elif name.endswith("_proj.weight"):
+                shape = shape[::-1]  # noqa: PLW2901
+            is_kernel = name.endswith("_proj.weight")
+            shapes[path.removesuffix("weight") + "kernel" if is_kernel else path] = shape
+        family, module = known(shapes), "params/model/layers/1/self_attn"
+        places = [
+            family.describe(f"{module}/{role}_proj/kernel", shapes[f"{module}/{role}_proj/kernel"])
+            for role in "qko"
+        ]
+        assert [place and (place.slot, place.axes) for place in places] == [
+            ("attention.query", ("embd", "head", "key")),
+            ("attention.key", ("embd", "head_kv", "key")),
+            ("attention.output", ("head", "value", "embd")),
+        ]
+        bias = family.describe(f"{module}/q_proj/bias", (6, 16))
+        assert bias is not None
+        assert bias.axes == ("head", "key")
+
     def test_of_quantised_weights(self) -> None:
         shapes: Shapes = {}
         for name, shape in shapes_of(named.LLAMA).items():

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 _ZEROS = re.compile(r"0+")
 _INDEX = re.compile(r"([^{}]*)\{(\w+)\}([^{}]*)")
 _PLACEHOLDER = re.compile(r"\{\w+\}")
+_OF_HEADS = re.compile(r"head(_kv)?\*[a-z_]+")
 _MAX_DIGITS = 9
 # The end of the name of a class, after the type of the model: LlamaForCausalLM, CLIPTextModel.
 _SUFFIX = re.compile(r"(For[A-Z]|LMHead|Model|WithProjection).*")
@@ -236,6 +237,8 @@ class NameTable:
         `key` is the name with a zero for each number. A match has `ndim` axes, or unknown ones.
         """
         matches = self._matches(name, key)
+        if name.endswith((".kernel", ".bias")):
+            matches = (_with_heads(match, ndim) for match in matches)
         return [m for m in matches if ndim is None or m.axes is None or len(m.axes) == ndim]
 
     def _matches(self, name: str, key: str) -> Iterator[RowMatch]:
@@ -282,6 +285,24 @@ def _match(row: NameRow, leaf: str, indices: tuple[tuple[str, int], ...]) -> Row
         return match._replace(axes=row.axes, cuts=row.cuts)
     cuts = (0,) if row.outputs in row.cuts else ()
     return match._replace(axes=(row.axes[row.outputs],), cuts=cuts)
+
+
+def _with_heads(match: RowMatch, ndim: int | None) -> RowMatch:
+    """Return a match with an axis of heads, as attention of Flax has it, if there is one more."""
+    axes = match.axes or ()
+    products = [n for n, axis in enumerate(axes) if axis and _OF_HEADS.fullmatch(axis)]
+    if ndim != len(axes) + 1 or len(products) != 1:
+        return match
+    heads = products[0]
+    moved = [None if n == heads else n + (n > heads) for n in range(len(axes))]
+    split = [part for n, axis in enumerate(axes)
+             for part in (axis.split("*") if axis and n == heads else [axis])]  # fmt: skip
+    return match._replace(
+        axes=tuple(split),
+        cuts=tuple([axis + (axis > heads) for axis in match.cuts]),
+        outputs=None if match.outputs is None else moved[match.outputs],
+        inputs=None if match.inputs is None else moved[match.inputs],
+    )
 
 
 def plain(name: str) -> str:
