@@ -175,6 +175,7 @@ def test_norms_add_one_where_the_library_does(case: str, adding: set[str]) -> No
 GGUF = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "olmo2")},
     **{name: name for name in ("gpt2", "bloom", "falcon", "bert", "t5", "mamba", "olmoe")},
+    "falcon new": "falcon",
     "mixtral": "llama",
     "mistral": "llama",
     "qwen2_moe": "qwen2moe",

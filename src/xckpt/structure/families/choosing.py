@@ -71,6 +71,7 @@ class ListedTable:
     types: tuple[str, ...] = ()
     signs: frozenset[str] = frozenset()
     unlike: frozenset[str] = frozenset()
+    needs: frozenset[str] = frozenset()
 
     def describes(self, model_type: str) -> bool:
         """Return whether the table is for a type of model, in small letters only."""
@@ -93,6 +94,8 @@ def list_tables() -> tuple[ListedTable, ...]:
             entries[-1].types += tuple(map(normalise, words[1:]))
         elif words[0] == "signs":
             entries[-1].signs |= set(words[1:])
+        elif words[0] == "needs":
+            entries[-1].needs |= set(words[1:])
         else:
             entries[-1].unlike |= set(words[1:])
     return tuple(entries)
@@ -233,9 +236,10 @@ def _explains(root: Root, entry: ListedTable, forms: Iterable[ShapedForm]) -> bo
     region = {form.key for form in forms if form.name.startswith(root.prefix)}
     explained = {form.key for form in root.matches}
     share = len(explained & region) / max(len(region), 1)
-    if root.model_type and entry.table != "gguf":
-        return share >= _OF_STATED
     start = len(root.prefixes[0][1])
+    if root.model_type and entry.table != "gguf":
+        has_all = not entry.needs or entry.needs <= _paths(key[start:] for key in region)
+        return has_all and share >= _OF_STATED
     paths = _paths(key[start:] for key in region)
     if share < _OF_NAMES or paths.isdisjoint(entry.signs) or not paths.isdisjoint(entry.unlike):
         return False
