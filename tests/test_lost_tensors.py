@@ -8,6 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import h5py
+import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
@@ -684,3 +685,41 @@ def test_stacks_whose_coordinate_was_dropped_are_a_warning(tmp_path: Path) -> No
     assert "'model.layers.self_attn.q_proj.weight'" in text
     assert ".copy(data=" in text
     assert warnings_of((a * 2).mean("layers"), tmp_path / "new.safetensors") == []
+
+
+class TestReductions:
+    """Means of arrays in memory, of which xarray leaves out bfloat16, name what they lack."""
+
+    @staticmethod
+    def state(value: float, names: Collection[str] = (*Q, HEAD)) -> dict[str, Any]:
+        matrices = {name: np.full((4, 4), value).astype(ml_dtypes.bfloat16) for name in names}
+        return {**matrices, "model.norm.weight": np.full(4, value, "f4")}
+
+    @pytest.mark.parametrize("options", [{}, {"stack": True}])
+    def test_tensors_that_xarray_leaves_out_are_named(self, options: Any, tmp_path: Path) -> None:
+        a, b = (xckpt.open(self.state(value), **options) for value in (1, 2))
+        mean = xr.concat([a, b], "m").mean("m")
+        text = r"of a mapping missing, as means .*ds\.astype\('float32'\)"
+        with pytest.warns(CheckpointWarning, match=text):
+            mean.ckpt.save(tmp_path / "mean.safetensors")
+
+    def test_a_mean_of_no_numbers_at_all_has_this_reason(self, tmp_path: Path) -> None:
+        states = [self.state(value) for value in (1, 2)]
+        models = [xckpt.open({name: state[name] for name in Q}) for state in states]
+        mean = xr.concat(models, "m").mean("m")
+        (text,) = warnings_of(mean, tmp_path / "mean.safetensors")
+        assert "3 of 3 tensors of a mapping missing, as means" in text
+        assert "both sides" not in text
+        with pytest.raises(ValueError, match=r"no tensors: 3 of 3 .*astype\('float32'\)"):
+            mean.ckpt.save(f"{tmp_path}/out/")
+
+    def test_results_that_have_them_are_no_warning(self, tmp_path: Path) -> None:
+        a, b = (xckpt.open(self.state(value)) for value in (1, 2))
+        wide = [ds.astype("float32") for ds in (a, b)]
+        selected = xckpt.open(self.state(1), tensors="*norm*")
+        results = [
+            a, a[["model.norm.weight"]], a[["model.norm.weight"]] * 2, (a + b) / 2,
+            xr.concat(wide, "m").mean("m"), xr.concat([selected, selected], "m").mean("m"),
+        ]  # fmt: skip
+        for number, result in enumerate(results):
+            assert warnings_of(result, tmp_path / f"{number}.safetensors") == []

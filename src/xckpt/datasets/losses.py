@@ -22,6 +22,7 @@ from xckpt.arrays.graph import (
     repeats_left_out_of,
 )
 from xckpt.arrays.keys import normalize
+from xckpt.datasets.mappings import NO_NUMBERS
 from xckpt.datasets.stack_records import marks_of, remaining_indices
 from xckpt.datasets.variables import mapped_arrays
 from xckpt.formatting import base_name, counted
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 _IN_MEMORY = "array-"
 
 
+_REDUCED = (
+    "as means and other reductions of xarray leave out types that numpy calls no numbers, such as "
+    "bfloat16 (ds.astype('float32') of each model before keeps them)"
+)
 _ONE_SIDE = (
     "as arithmetic keeps the tensors that both sides have (base.ckpt.merge(updates) keeps all of "
     "base, and a.ckpt.merge(b - a, scale=0.5) all of the first model in a mean)"
@@ -185,6 +190,9 @@ def _broadcasts(layer: Mapping[Any, Any], array: Any) -> bool:
 
 def losses(tensors: OpenTensors) -> list[Loss]:
     """Return the tensors that a Dataset or a tree lacks because of arithmetic."""
+    if reduced := _left_out_by_reductions(tensors):
+        count = len(reduced) + len(tensors.variables)
+        return [Loss("a mapping", count, reduced, _REDUCED)]
     if tensors.format is not None:
         return []
     uses = _Uses()
@@ -221,6 +229,14 @@ def losses(tensors: OpenTensors) -> list[Loss]:
         if missing:
             result.append(Loss(source, count, list(missing)))
     return result
+
+
+def _left_out_by_reductions(tensors: OpenTensors) -> list[str]:
+    """Return the arrays in memory that a reduction left out, whose results know no source."""
+    names = getattr(tensors.obj, "encoding", {}).get(NO_NUMBERS, ())
+    variables = tensors.variables
+    is_reduced = not any(variable.encoding for variable in variables.values())
+    return [*names] if is_reduced and variables.keys().isdisjoint(names) else []
 
 
 def _tied_head(tensors: OpenTensors, missing: Mapping[str, None]) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from xckpt.arrays.lazy import Opened
-from xckpt.datasets.variables import mapped_variable
+from xckpt.datasets.variables import mapped_arrays, mapped_variable
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import shown, some, warn
 from xckpt.index import Index
@@ -20,6 +20,9 @@ from xckpt.structure.dims import infer_dims
 if TYPE_CHECKING:
     from xckpt.typing import Array
 
+#: Key of the encoding of a Dataset of arrays in memory: names of types that numpy calls no numbers,
+#: such as bfloat16, which means and other reductions of xarray leave out.
+NO_NUMBERS = "no_numbers"
 _SCALARS = (str, int, float, bool, type(None))
 # A bound, because a mapping may contain itself.
 _DEEPEST = 100
@@ -59,6 +62,20 @@ def as_dataset(obj: Any) -> Any:
         for name, value in arrays.items()
     }
     return xr.Dataset(variables, attrs=attrs)
+
+
+def with_no_numbers(ds: xr.Dataset) -> xr.Dataset:
+    """Note the variables that reductions of a Dataset of arrays in memory leave out."""
+    names = tuple(
+        name
+        for name, variable in ds.variables.items()
+        if mapped_arrays(variable)
+        and not np.issubdtype(variable.dtype, np.number)
+        and variable.dtype != bool
+    )
+    if names:
+        ds.encoding[NO_NUMBERS] = names
+    return ds
 
 
 def as_dataset_of_one(array: xr.DataArray) -> xr.Dataset:

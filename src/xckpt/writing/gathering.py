@@ -144,7 +144,8 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
     if not isinstance(obj, xr.Dataset | xr.DataTree):  # the user named each tensor
         return
     tensors = OpenTensors(obj)
-    for loss in losses(tensors):
+    lost = losses(tensors)
+    for loss in lost:
         changes.add_all(str(loss), loss.names)
     for change, bases in factor_changes(tensors).items():
         changes.add_all(change, bases)
@@ -154,12 +155,14 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
         # Not the user's own attributes alone.
         of_file = any(obj.attrs.keys() & {*form.storage_attrs} for form in formats.loaded())
         if is_model or of_file or model_facts(obj.attrs).sizes:
+            if lost:
+                raise ValueError(f"the Dataset has no tensors: {lost[0]}")
             raise ValueError(_NO_COMMON if isinstance(obj, xr.Dataset) else _TREE_AND_DATASET)
         change = (
             "it has no tensors; arithmetic keeps only those whose names both sides have "
             "(a.rename({old: new}) gives one another name)"
         )
-        changes.add(change, type(obj).__name__)
+        changes.add_all(change, [] if lost else [type(obj).__name__])
 
 
 def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
