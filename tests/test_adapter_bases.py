@@ -286,6 +286,83 @@ class TestMerging:
             xckpt.open(by_meta(llama(), "")).ckpt.merge(by_peft("base_model.model."))
 
 
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Any, Any]:
+    """Return two models, the second one as GGUF, in files."""
+    hf, gguf = in_folder(llama(), "llama"), in_gguf(llama(), "llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        hf.ckpt.save(tmp_path / "hf/")
+        gguf.ckpt.save(tmp_path / "model.gguf")
+    return xckpt.open(tmp_path / "hf"), xckpt.open(tmp_path / "model.gguf")
+
+
+TO_HF = {renamed(name, GGUF): name for name in llama()}
+ORDER = r"order of model\.gguf, which is another one than that of these names.*q_proj"
+
+
+class TestSourcesWithOtherOrders:
+    """Rows of heads in different orders are not combined without a warning."""
+
+    @pytest.mark.parametrize(
+        "combine",
+        [
+            lambda hf, gguf: (hf + gguf.rename(TO_HF)) / 2,
+            lambda _, gguf: gguf.rename(TO_HF),
+            lambda _, gguf: gguf.rename(TO_HF) * 2,
+            lambda hf, gguf: hf.assign(gguf.rename(TO_HF).data_vars),
+            lambda hf, gguf: (hf.ckpt.stack() + gguf.rename(TO_HF).ckpt.stack()) / 2,
+        ],
+        ids=["mean", "renamed", "computed", "assigned", "stacked"],
+    )
+    def test_are_named(self, combine: Any, files: Any, tmp_path: Path) -> None:
+        result = combine(*files)
+        with pytest.warns(CheckpointWarning, match=rf"(?s)rows of heads are in the {ORDER}"):
+            result.ckpt.save(tmp_path / "new.safetensors")
+        assert "rows of heads are in the order of model.gguf" in repr(result.ckpt)
+
+    @pytest.mark.filterwarnings("error::xckpt.errors.CheckpointWarning")
+    @pytest.mark.parametrize(
+        "combine",
+        [
+            lambda hf, gguf: (hf / 2).ckpt.merge(gguf / 2, scale=1),
+            lambda hf, gguf: hf.ckpt.merge(gguf * 2 - gguf).ckpt.merge(-gguf, scale=1),
+            lambda hf, gguf: (gguf / 2).ckpt.merge(hf / 2, scale=1).rename(TO_HF),
+            lambda hf, _: (hf + hf) / 2,
+        ],
+        ids=["merged", "changes", "merged into GGUF", "the same order"],
+    )
+    def test_are_right_if_merge_has_the_names_of_both(
+        self, combine: Any, files: Any, tmp_path: Path, request: pytest.FixtureRequest
+    ) -> None:
+        result = combine(*files)
+        into_gguf = "into" in request.node.name
+        for name, value in llama().items():
+            rows = in_pairs(name, value) if into_gguf else value
+            np.testing.assert_allclose(result[name], rows, rtol=1e-6)
+        if not into_gguf:
+            result.ckpt.save(tmp_path / "new.safetensors")
+
+    def test_are_no_update(self, files: Any) -> None:
+        hf, gguf = files
+        with pytest.raises(UnsupportedError, match=ORDER):
+            hf.ckpt.merge(gguf.rename(TO_HF) - hf)
+
+    def test_are_possible_if_the_type_is_unknown(self, files: Any, tmp_path: Path) -> None:
+        gguf = files[1].drop_attrs(deep=False).rename(TO_HF)
+        with pytest.warns(CheckpointWarning, match="rows of heads may be in the order of model"):
+            gguf.ckpt.save(tmp_path / "new.safetensors")
+
+    def test_of_the_same_order_are_no_warning(self, tmp_path: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            in_gguf(llama(), "qwen2").ckpt.save(tmp_path / "model.gguf")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
+            xckpt.open(tmp_path / "model.gguf").rename(TO_HF).ckpt.save(tmp_path / "a.safetensors")
+        assert not [w for w in caught if "rows of heads" in str(w.message)]
+
+
 def fused(tensors: Tensors) -> Tensors:
     """Return a model with the fused projections of Phi-3."""
     result = {}

@@ -537,7 +537,9 @@ class CheckpointAccessor(Generic[Obj]):
         return root.encoding
 
     def _summary(self, tensors: OpenTensors | None = None, notes: Sequence[str] = ()) -> Summary:
+        from xckpt.datasets.row_orders import other_orders
         from xckpt.datasets.tensors import OpenTensors
+        from xckpt.errors import some
         from xckpt.formatting import counted
         from xckpt.index import paused_collector
         from xckpt.notebook.summary import new_summary, notices
@@ -550,6 +552,7 @@ class CheckpointAccessor(Generic[Obj]):
             tensors, encoding.get("warnings", ()), encoding.get("facts", ())
         )
         file_notes += map(str, self._losses(tensors))
+        file_notes += [f"{text}: {some(names)}" for text, names in other_orders(tensors).items()]
         if run is not None:
             steps = counted(self._obj.sizes[run], run)
             file_notes.append(f"{steps}: {self._called}.ckpt.summary() has their metrics")

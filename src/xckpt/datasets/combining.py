@@ -23,6 +23,7 @@ from xckpt.arrays.keys import normalize, result_shape
 from xckpt.datasets.adapter_updates import matrices_of, rotary_order, update_rows
 from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
 from xckpt.datasets.losses import losses
+from xckpt.datasets.row_orders import other_orders
 from xckpt.datasets.stacking import replace_tensors, unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, split_step
 from xckpt.datasets.tied_heads import are_equal, untied_head
@@ -118,6 +119,10 @@ def _warn_of_operands(model: OpenTensors, changes: OpenTensors) -> None:
     for loss in losses(changes):
         if loss.source not in bases:  # whose tensors stay
             warn(f"{loss}: {some(loss.names)}")
+    for text, names in other_orders(changes).items():
+        raise UnsupportedError(
+            f"{text}: {some(names)}", path=changes.source or None, rule="Adapter"
+        )
     for text, products in factor_changes(changes).items():
         warn(f"{text}: {some(products)}")
 

@@ -158,6 +158,19 @@ class Counterparts:
             lists.append([self._same(name) for name in names] or self._by_place(request))
         return self._without_rivals(requested, lists)
 
+    def is_permuted(self, name: str, requested: Requested) -> bool | None:
+        """Return whether a tensor has the rows of each head in another order than a requested one.
+
+        None if that is unknown.
+        """
+        place = self.structure.place(name)
+        if place is None or not (place.is_rotary and place.slot in _TURNED):
+            return False
+        orders = [s.alternates for s in self._spellings(requested) if s.slot == place.slot]
+        if not orders or place.alternates in orders:
+            return False
+        return None if None in {place.alternates, *orders} else True
+
     def _same(self, name: str) -> Counterpart:
         place = self.structure.place(name)
         return Counterpart(name, outputs=None if place is None else place.outputs)

@@ -28,6 +28,7 @@ from xckpt.arrays.lazy import UnreadableArray
 from xckpt.datasets.combining import factor_changes, unrounded
 from xckpt.datasets.losses import SourceShapes, losses
 from xckpt.datasets.mappings import as_dataset
+from xckpt.datasets.row_orders import other_orders
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.datasets.variables import WIDENED, mapped_arrays
 from xckpt.elements import ELEMENT_TYPES
@@ -140,7 +141,7 @@ class Computed(NamedTuple):
 
 
 def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
-    """Note tensors that arithmetic left out, scaled factors, and an object without any tensor."""
+    """Note tensors and rows that results lack or mix, and an object without any tensor."""
     if not isinstance(obj, xr.Dataset | xr.DataTree):  # the user named each tensor
         return
     tensors = OpenTensors(obj)
@@ -149,6 +150,8 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
         changes.add_all(str(loss), loss.names)
     for change, bases in factor_changes(tensors).items():
         changes.add_all(change, bases)
+    for change, names in other_orders(tensors).items():
+        changes.add_all(change, names)
     was_opened = "format" in obj.encoding
     has_tensors = bool(tensors.variables or tensors.coord_tensors(()))
     if not (was_opened or has_tensors):

@@ -1,0 +1,106 @@
+"""Whether rows of stored tensors become other rows of a result."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.arrays.graph import lazies_in, with_values
+from xckpt.arrays.keys import compose, result_shape, take, whole
+from xckpt.arrays.lazy import LazyArray, SlicedArray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from xckpt.typing import Array
+
+# Larger tables are computed in part.
+_WHOLE_NBYTES = 64 << 20
+# One choice of marks may not tell few rows apart.
+_FEW_ROWS, _CHOICES_OF_FEW = 64, 8
+
+
+def random_rows(count: int) -> list[Array]:
+    """Return which of some rows are marked: half of them, in several ways if they are few."""
+    choices = _CHOICES_OF_FEW if count <= _FEW_ROWS else 1
+    return [np.random.default_rng(seed).random(count) < 0.5 for seed in range(choices)]
+
+
+def are_moved(array: Any, axis: int, mark: Callable[[int], list[Array]] = random_rows) -> bool:
+    """Return whether a stored row becomes another row of a computed table, and not the same."""
+    tables = {
+        name: table
+        for name, lazy in lazies_in(array).items()
+        if (table := _Table.of(lazy, axis, array.ndim)) is not None
+    }
+    files = {table.base.source.name for table in tables.values()}
+    blocks: list[Any] = [...]
+    if array.nbytes * len(files) > _WHOLE_NBYTES:
+        count = array.numblocks[axis]
+        blocks = [(slice(None),) * axis + (n,) for n in sorted({0, count // 2, count - 1})]
+    for file in files:
+        of_file = {name: t for name, t in tables.items() if t.base.source.name == file}
+        count = min(table.rows for table in of_file.values())
+        choices = mark(count)
+        marked = [with_values(array, partial(_marks, of_file, rows)) for rows in choices]
+        starts = np.cumsum([0, *array.chunks[axis]])
+        for block in blocks:
+            first = 0 if block is ... else int(starts[block[axis]])
+            pairs: set[tuple[bool, bool]] = set()
+            for values, rows in zip(marked, choices, strict=True):
+                pairs |= _marks_in(values.blocks[block], axis, rows[first:])
+            if {(True, False), (False, True)} <= pairs:
+                return True
+    return False
+
+
+def _marks_in(block: Any, axis: int, is_marked: Array) -> set[tuple[bool, bool]]:
+    """Return whether rows have marks, and whether they had some: all pairs of these."""
+    # Sums over all rows have NaN in all of them, and functions that replace it in none.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            values = np.asarray(block.compute())
+        except (ArithmeticError, TypeError, ValueError):  # a function that does not take others
+            return set()
+        is_nan = np.isnan(values).any(axis=tuple(n for n in range(values.ndim) if n != axis))
+    return {*zip(is_nan.tolist(), is_marked.tolist(), strict=False)}
+
+
+class _Table(NamedTuple):
+    """A lazy array that is, or is selected from, a stored table."""
+
+    base: LazyArray
+    within: tuple[Any, ...]
+    axis: int  # of the rows
+    rows: int
+
+    @classmethod
+    def of(cls, lazy: LazyArray, axis: int, ndim: int) -> _Table | None:
+        """Return the table of a result with the same axes; None for others."""
+        base, within = lazy, whole(lazy.shape)
+        if isinstance(lazy, SlicedArray):
+            base, within = lazy.base, lazy.key
+        tensor = next((origin.tensor for origin in lazy.tensor_origins), None)
+        if tensor is None or len(tensor.shape) != ndim or lazy.dtype.kind != "f":
+            return None
+        count, axis = tensor.shape[axis], axis + base.ndim - ndim  # of a stack
+        return cls(base, within, axis, count) if base.shape[axis] == count else None
+
+
+def _marks(
+    tables: Mapping[str, _Table], is_marked: Array, name: str, lazy: LazyArray, key: Any
+) -> Array:
+    """Return ones, and NaN in the marked rows of some tables."""
+    ones = np.ones(result_shape(lazy.shape, key), lazy.dtype)
+    if name not in tables:
+        return ones
+    base, within, axis, count = tables[name]
+    rows = np.ones(count, lazy.dtype)
+    rows[: len(is_marked)][is_marked] = np.nan
+    rows = rows.reshape([-1 if n == axis else 1 for n in range(base.ndim)])
+    marked: Array = ones * take(np.broadcast_to(rows, base.shape), compose(within, key))
+    return marked
