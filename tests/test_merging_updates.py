@@ -611,6 +611,28 @@ class TestTiedHeads:
             tensors[self.table], self.rounded(trained.get(EMBED, numbers(40, 16)))
         )
 
+    @pytest.mark.parametrize("is_tied", [False, True])
+    def test_an_update_of_embeddings_names_the_head(
+        self, is_tied: bool, model: Any, tmp_path: Path
+    ) -> None:
+        config = {"ensure_weight_tying": True} if is_tied else {}
+        path = adapter(tmp_path / "lora", lora(EMBED, 40, 16), **config)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
+            model.ckpt.merge(path)
+        is_stated = self.head != "output.weight" and not is_tied
+        assert any("'lm_head.weight' is tied to" in str(w.message) for w in caught) == is_stated
+
+    def test_a_head_of_its_own_stays_as_it_is(self, tmp_path: Path) -> None:
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        base = xckpt.open({EMBED: numbers(40, 16), NORM: numbers(16)}).assign_attrs(config=config)
+        base = base.assign({self.HEAD: base[EMBED]})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CheckpointWarning)
+            merged = base.ckpt.merge(adapter(tmp_path / "lora", lora(EMBED, 40, 16)))
+        np.testing.assert_array_equal(merged[self.HEAD], numbers(40, 16))
+        assert not np.array_equal(merged[EMBED], numbers(40, 16))
+
     def test_a_trained_tensor_that_the_model_lacks_is_added(self, tmp_path: Path) -> None:
         base = xckpt.open({Q: numbers(24, 16), NORM: numbers(16)})
         new = {"classifier.weight": numbers(3, 16), "classifier.bias": numbers(3)}

@@ -26,7 +26,7 @@ from xckpt.datasets.losses import losses
 from xckpt.datasets.row_orders import other_orders
 from xckpt.datasets.stacking import replace_tensors, unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, split_step
-from xckpt.datasets.tied_heads import are_equal, untied_head
+from xckpt.datasets.tied_heads import are_equal, tied_update, untied_head
 from xckpt.datasets.variables import mapped_arrays, require_positions
 from xckpt.errors import UnsupportedError, shown, some, warn
 from xckpt.formatting import base_name
@@ -52,6 +52,11 @@ _AVERAGED = (
     "factors of several adapters are averaged, whose products are not the mean of their updates "
     "(base.ckpt.merge(x, scale=.5).ckpt.merge(y, scale=.5) adds the mean of the updates, and "
     "xckpt.extract_adapter makes an adapter of the result)"
+)
+_TIED = (
+    "{head!r} is tied to {table!r}, and changes with it, as by merge_and_unload of PEFT; unless "
+    "ensure_weight_tying is set, the adapter was trained with the old head, which stays after "
+    "base = base.assign({{{head!r}: base[{table!r}]}})"
 )
 #: Parts that no scale multiplies, by the kind of adapter.
 _UNSCALED = {
@@ -85,6 +90,9 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     unstacked = unstack_modules(obj)
     variables = flatten(unstacked).variables
     matches, missing, head = _matches(OpenTensors(unstacked), adapters, changes)
+    tied = tied_update(OpenTensors(unstacked), matches)
+    if tied is not None and not _ties_head(changes):
+        warn(_TIED.format(head=tied.name, table=tied.table))
     if head is not None:
         variables[head.name] = _as_new(variables[head.table])
     if is_model and _are_as_large(matches, variables, changes):
@@ -109,6 +117,12 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         if str(variable.encoding.get("shares")) in merged
     }
     return replace_tensors(obj, untied | merged | new)
+
+
+def _ties_head(changes: OpenTensors) -> bool:
+    """Return whether an adapter states that a tied head was trained with the embeddings."""
+    config = changes.attrs.get("adapter_config")
+    return isinstance(config, dict) and config.get("ensure_weight_tying") is True
 
 
 def _warn_of_operands(model: OpenTensors, changes: OpenTensors) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from xckpt.datasets.adapters import Adapter
     from xckpt.datasets.tensors import OpenTensors
+    from xckpt.structure import Structure
 
 _HEAD, _TABLE = "output", "token_embedding"
 
@@ -42,11 +43,8 @@ def untied_head(
     """
     structure = model.structure
     saved = {name: a for name, of_name in matches.items() for a in of_name if a.kind == "saved"}
-    if not (heads or saved) or structure.models is None or structure.facts.is_untied:
-        return None
-    slots = {structure.slot(n): n for n in structure if structure.param(n) == "weight"}
-    table = slots.get(_TABLE)
-    if table is None or _HEAD in slots:
+    table = _tied_table(structure) if heads or saved else None
+    if table is None or structure.models is None:
         return None
     name = structure.models.name_beside(table, _HEAD) or next((a.base for a in heads), None)
     if name is None:
@@ -58,6 +56,25 @@ def untied_head(
         return None if is_same else UntiedHead(name, table, heads[0])
     has_old = trained is not None and trained.shape == before.shape
     return UntiedHead(name, table, None) if has_old and structure.facts.states_head else None
+
+
+def tied_update(model: OpenTensors, matches: Mapping[str, Sequence[Adapter]]) -> UntiedHead | None:
+    """Return the head that changes with the update of the embeddings that it is tied to."""
+    structure = model.structure
+    updated = {name: a for name, of_name in matches.items() for a in of_name if a.is_product}
+    table = _tied_table(structure) if updated and structure.facts.states_head else None
+    if table not in updated or structure.models is None:
+        return None
+    name = structure.models.name_beside(table, _HEAD)
+    return None if name is None else UntiedHead(name, table, updated[table])
+
+
+def _tied_table(structure: Structure) -> str | None:
+    """Return the embeddings of a model without a head of its own."""
+    if structure.models is None or structure.facts.is_untied:
+        return None
+    slots = {structure.slot(n): n for n in structure if structure.param(n) == "weight"}
+    return None if _HEAD in slots else slots.get(_TABLE)
 
 
 def are_equal(a: xr.Variable, b: xr.Variable) -> bool:
