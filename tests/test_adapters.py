@@ -14,7 +14,7 @@ import xarray as xr
 
 import xckpt
 from xckpt.cli import main
-from xckpt.errors import CheckpointWarning
+from xckpt.errors import CheckpointWarning, UnsupportedError
 from xckpt.statistics import comparison_lines
 
 if TYPE_CHECKING:
@@ -117,6 +117,26 @@ class TestScales:
         table = table_of(tmp_path, tensors=factors(Q), config=CONFIG | {option: ["x"]})
         assert table["kind"].item() == "unsupported"
         assert option in table["note"].item()
+
+    @pytest.mark.parametrize(
+        "options", [{"target_parameters": ["experts.gate_up", "experts.down"]}, {}]
+    )
+    def test_parameters_of_one_module_are_named_as_unsupported(
+        self, options: dict[str, Any], tmp_path: Path
+    ) -> None:
+        experts = f"{PREFIX}layers.0.experts"
+        nested = {
+            f"{module}.lora_{x}.weight": numbers(*shape)
+            for module in (experts, f"{experts}.base_layer")
+            for x, shape in (("A", (8, 16)), ("B", (32, 8)))
+        }
+        path = write(tmp_path, nested, CONFIG | options)
+        table = xckpt.open(path).ckpt.adapters()
+        assert set(table.index) == {"layers.0.experts.weight"}
+        assert "unsupported" in set(table["kind"])
+        base = {"layers.0.experts.weight": numbers(32, 16)}
+        with pytest.raises(UnsupportedError, match=r"option target_parameters.*merge"):
+            xckpt.open(base).ckpt.merge(path)
 
     def test_factors_that_do_not_fit_are_unsupported(self, tmp_path: Path) -> None:
         module = PREFIX + Q.removesuffix(".weight")

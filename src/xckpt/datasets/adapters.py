@@ -76,6 +76,8 @@ _PART = re.compile(
     r"lora_(unet|transformer|te[123]?|prior_unet|prior_te)_"
     r"|(unet|diffusion_model|text_encoder(?:_[23])?|transformer(?=\.\w*blocks\.))\."
 )
+# PEFT nests the factors of several parameters of one module.
+_NESTED = ".base_layer"
 _LONGEST_NAME = 4096
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -185,7 +187,8 @@ def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> lis
         is_copy = _SAVED in name and name.replace(_SAVED, ".") in shapes
         if base not in bases and not is_copy and ".original_module." not in name:
             adapters.append(Adapter(base, "saved", {"value": name}, shapes[name]))
-    repeated = [base for base, count in Counter(a.base for a in adapters).items() if count > 1]
+    counts = Counter(a.base for a in adapters if a.kind != "unsupported")
+    repeated = [base for base, count in counts.items() if count > 1]
     if repeated:
         raise ValueError(f"the file has several adapters of {some(repeated, 'tensors')}")
     return adapters
@@ -275,7 +278,7 @@ def _adapter(
     formula = module.formula
     if formula is not None:
         return _by_formula(base, base_module, module, formula, shapes=shapes, scales=scales)
-    problem = scales.problem_of(module)
+    problem = scales.problem_of(name, module)
     if problem or names is None:
         return unsupported(problem or "one of its factors is missing")
     form, a, b = names
@@ -367,14 +370,15 @@ class _Scales:
         self.is_dora = options.get("use_dora") is True
         self.is_transposed = options.get("fan_in_fan_out") is True
 
-    def problem_of(self, module: _AdaptedModule) -> str:
+    def problem_of(self, name: str, module: _AdaptedModule) -> str:
         """Return why the adapter of a module is unsupported; empty if it is supported."""
         method = module.method or self.stated
         if method is not None:
             return method.note
         if self.is_dora and _factor_names(module) and "magnitude" not in module.tensors:
             return "the config states DoRA, but its magnitude is missing"
-        return self.problem
+        is_nested = name.endswith(_NESTED)
+        return problem_of_options({"target_parameters": True}) if is_nested else self.problem
 
     def rows(self, name: str) -> tuple[int, ...]:
         """Return the indices of the trained tokens of an embedding, as the config states them."""
