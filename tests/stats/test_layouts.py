@@ -677,10 +677,10 @@ def test_stages_may_be_counted_backwards(is_turned: bool) -> None:
 # --- modulations ----------------------------------------------------------------------------------
 
 
-def flux() -> Sides:
+def flux(single_blocks: int = 3) -> Sides:
     """Return a Flux of one file, and as diffusers stores it, with scales before shifts at last."""
-    normal, width = random_of(7), 32
-    pairs: dict[str, tuple[str, tuple[int, int]]] = {
+    width = 32
+    pairs: dict[str, tuple[str, tuple[int, ...]]] = {
         "img_in": ("x_embedder", (width, 16)),
         "txt_in": ("context_embedder", (width, 24)),
         "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1", (width, 20)),
@@ -699,20 +699,62 @@ def flux() -> Sides:
             f"{old}.img_mlp.0": (f"{new}.ff.net.0.proj", (4 * width, width)),
             f"{old}.img_mlp.2": (f"{new}.ff.net.2", (width, 4 * width)),
         }
-    ours: Tensors = {}
-    theirs: Tensors = {}
-    for name, (other, shape) in pairs.items():
-        for param, extents in (("weight", shape), ("bias", shape[:1])):
-            values = ours[f"{name}.{param}"] = normal(*extents)
-            theirs[f"{other}.{param}"] = np.roll(values, width, 0) if "adaLN" in name else values
     fused = {}
-    for layer in range(3):
+    for layer in range(single_blocks):
         base = f"single_transformer_blocks.{layer}"
         names = [f"{base}.attn.to_{role}" for role in "qkv"]
         fused[f"single_blocks.{layer}.linear1"] = [*names, f"{base}.proj_mlp"]
     for layer in range(2):
         names = [f"transformer_blocks.{layer}.attn.to_{role}" for role in "qkv"]
         fused[f"double_blocks.{layer}.img_attn.qkv"] = names
+    return modulated(pairs, fused, width)
+
+
+def stable_diffusion_3() -> Sides:
+    """Return a Stable Diffusion 3 of one file, and as diffusers stores it."""
+    width, layers = 32, 3
+    pairs: dict[str, tuple[str, tuple[int, ...]]] = {
+        "x_embedder.proj": ("pos_embed.proj", (width, 4, 2, 2)),
+        "context_embedder": ("context_embedder", (width, 24)),
+        "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1", (width, 20)),
+        "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2", (width, width)),
+        "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1", (width, 12)),
+        "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2", (width, width)),
+        "final_layer.linear": ("proj_out", (16, width)),
+        "final_layer.adaLN_modulation.1": ("norm_out.linear", (2 * width, width)),
+    }
+    fused = {}
+    for layer in range(layers):
+        old, new = f"joint_blocks.{layer}", f"transformer_blocks.{layer}"
+        parts = 2 if layer == layers - 1 else 6
+        pairs |= {
+            f"{old}.x_block.adaLN_modulation.1": (f"{new}.norm1.linear", (6 * width, width)),
+            f"{old}.context_block.adaLN_modulation.1": (
+                f"{new}.norm1_context.linear",
+                (parts * width, width),
+            ),
+            f"{old}.x_block.attn.proj": (f"{new}.attn.to_out.0", (width, width)),
+            f"{old}.x_block.mlp.fc1": (f"{new}.ff.net.0.proj", (4 * width, width)),
+            f"{old}.x_block.mlp.fc2": (f"{new}.ff.net.2", (width, 4 * width)),
+        }
+        fused[f"{old}.x_block.attn.qkv"] = [f"{new}.attn.to_{role}" for role in "qkv"]
+    ours, theirs = modulated(pairs, fused, width)
+    ours["pos_embed"] = theirs["pos_embed.pos_embed"] = random_of(8)(1, 9, width)
+    return ours, theirs
+
+
+def modulated(
+    pairs: dict[str, tuple[str, tuple[int, ...]]], fused: dict[str, list[str]], width: int
+) -> Sides:
+    """Return two models, of which the second has scales before shifts if there are no gates."""
+    normal = random_of(7)
+    ours: Tensors = {}
+    theirs: Tensors = {}
+    for name, (other, shape) in pairs.items():
+        is_exchanged = "adaLN" in name and shape[0] == 2 * width
+        for param, extents in (("weight", shape), ("bias", shape[:1])):
+            values = ours[f"{name}.{param}"] = normal(*extents)
+            theirs[f"{other}.{param}"] = np.roll(values, width, 0) if is_exchanged else values
     for name, members in fused.items():
         for param, extents in (("weight", (width, width)), ("bias", (width,))):
             rows = [4 * width if "mlp" in member else width for member in members]
@@ -739,3 +781,14 @@ def test_the_last_modulation_of_flux_exchanges_its_halves(is_turned: bool, names
             wrong = set(table.index[table.outcome != "explained"])
             assert wrong >= ({new, old} if names is None else {new if is_turned else old})
             assert all("norm_out" in name or "adaLN" in name for name in wrong)
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_last_modulation_of_the_context_exchanges_its_halves(is_turned: bool) -> None:
+    ours, theirs = stable_diffusion_3()
+    table = explained(*((theirs, ours) if is_turned else (ours, theirs)))
+    assert set(table.outcome) == {"explained"}, table.explanation.to_dict()
+    name = "transformer_blocks.2.norm1_context.linear.weight"
+    theirs[name] = ours["joint_blocks.2.context_block.adaLN_modulation.1.weight"]
+    table = explained(*((theirs, ours) if is_turned else (ours, theirs)))
+    assert table.outcome[name] != "explained"

@@ -20,7 +20,7 @@ from functools import lru_cache
 from math import nan
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from xckpt.comparison.arrangements import RopePermuted, Shape, Step
+from xckpt.comparison.arrangements import HalvesExchanged, RopePermuted, Shape, Step
 from xckpt.comparison.classify import Places, doubt
 from xckpt.comparison.relations.causes import Relation, percent
 from xckpt.comparison.relations.quantised_causes import Quantised
@@ -168,7 +168,10 @@ class Explanation:
     def layout(self) -> tuple[str, ...]:
         """The changes that siblings have in common, in contrast to rounding."""
         offset = f"{self.offset:+.9g}" if self.offset else ""
-        of_order = () if self.is_constant else self.steps
+        # Places show which tensors have their halves exchanged; siblings do not.
+        of_order = [] if self.is_constant else [
+            step for step in self.steps if not isinstance(step, HalvesExchanged)
+        ]  # fmt: skip
         steps = [step.words if step.cause == "transposed" else step.done for step in of_order]
         return (*steps, offset, *self.joint)
 
