@@ -792,3 +792,10 @@ def test_the_last_modulation_of_the_context_exchanges_its_halves(is_turned: bool
     theirs[name] = ours["joint_blocks.2.context_block.adaLN_modulation.1.weight"]
     table = explained(*((theirs, ours) if is_turned else (ours, theirs)))
     assert table.outcome[name] != "explained"
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_only_single_block_of_flux_joins_its_projections(is_turned: bool) -> None:
+    ours, theirs = flux(single_blocks=1)
+    table = explained(*((theirs, ours) if is_turned else (ours, theirs)))
+    assert set(table.outcome) == {"explained"}, table.explanation.to_dict()

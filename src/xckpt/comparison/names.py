@@ -35,6 +35,7 @@ _FEWEST = 6
 # The order of joined parts, unless other layers show another one.
 _USUAL_ORDERS = (
     *(("q", "k", "v"), ("query", "key", "value"), ("gate", "up"), ("w1", "w3")),
+    ("q", "k", "v", "proj_mlp"),  # single blocks of Flux
     # gates in cells of Flax, for inputs and for hidden states
     *((f"{kind}i", f"{kind}f", f"{kind}g", f"{kind}o") for kind in "ih"),
     *((f"{kind}r", f"{kind}z", f"{kind}n") for kind in "ih"),
