@@ -141,14 +141,16 @@ def _of_mapping(
     ds: Dataset, *, stack: bool | str | Sequence[str], join: Any, **selection: Any
 ) -> Dataset:
     """Return the selected variables of a mapping, stacked if `stack` is not False."""
-    from xckpt.datasets.mappings import with_no_numbers
+    from xckpt.datasets.mappings import note_no_numbers
     from xckpt.datasets.stacking import stack_modules
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import combined
 
     chosen = combined(**selection, structures=lambda: [OpenTensors(ds).structure])
     ds = ds if chosen is None else ds[OpenTensors(ds).select(chosen)]
-    return with_no_numbers(ds if stack is False else stack_modules(ds, stack, join))
+    ds = ds if stack is False else stack_modules(ds, stack, join)
+    note_no_numbers(ds)
+    return ds
 
 
 def _opened(obj: Any, storage_options: dict[str, Any] | None) -> Any:

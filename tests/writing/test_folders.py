@@ -477,7 +477,8 @@ class TestResults:
     @pytest.mark.parametrize("stated", [{}, {"tie_word_embeddings": True}])
     def test_a_head_without_a_table_of_tokens_is_not_tied(self, stated: dict[str, Any]) -> None:
         ctc = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "hidden_size": 8}
-        tensors = {f"wav2vec2.encoder.layers.{n}.attention.k_proj.weight": (8, 8) for n in (0, 1)}
+        layers = [f"wav2vec2.encoder.layers.{n}.attention.k_proj.weight" for n in (0, 1)]
+        tensors: dict[str, tuple[int, ...]] = dict.fromkeys(layers, (8, 8))
         tensors |= {HEAD: (32, 8), "lm_head.bias": (32,)}
         arrays = {name: np.ones(shape, "f4") for name, shape in tensors.items()}
         xckpt.save(arrays, "a/model.safetensors", overwrite=True)

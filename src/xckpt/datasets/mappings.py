@@ -64,7 +64,7 @@ def as_dataset(obj: Any) -> Any:
     return xr.Dataset(variables, attrs=attrs)
 
 
-def with_no_numbers(ds: xr.Dataset) -> xr.Dataset:
+def note_no_numbers(ds: xr.Dataset) -> None:
     """Note the variables that reductions of a Dataset of arrays in memory leave out."""
     names = tuple(
         name
@@ -75,7 +75,6 @@ def with_no_numbers(ds: xr.Dataset) -> xr.Dataset:
     )
     if names:
         ds.encoding[NO_NUMBERS] = names
-    return ds
 
 
 def as_dataset_of_one(array: xr.DataArray) -> xr.Dataset:

@@ -383,3 +383,11 @@ def modules_by_frequency(names: Iterable[str], extra: Collection[str] = ()) -> l
         if has_words(parsed.template):
             counts.update(parsed.modules)
     return [module for module, _ in counts.most_common()]
+
+
+def number_in_place(stored: str, name: str, number: int) -> int | None:
+    """Return the number of a stored tensor in the place of a number in a name of the same form."""
+    before, after = parse_name(stored), parse_name(name)
+    places = [place for place, text in enumerate(after.indices) if int(text) == number]
+    is_same = before.template == after.template
+    return int(before.indices[places[-1]]) if is_same and places else None

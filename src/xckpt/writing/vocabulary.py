@@ -14,7 +14,7 @@ from xckpt.arrays.keys import compose, take, whole
 from xckpt.arrays.lazy import LazyArray, SlicedArray
 from xckpt.arrays.moved_rows import are_moved
 from xckpt.arrays.stacked import StackedArray
-from xckpt.structure.numbering import parse_name
+from xckpt.structure.numbering import number_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -68,20 +68,12 @@ def moved_routers(
         name
         for name in numbers.keys() - routers.keys()
         if (number := numbers[name]) is not None and stored[name]
-        if number not in (old := [_number_in(n, name, number) for n in stored[name]])
+        if number not in (old := [number_in_place(n, name, number) for n in stored[name]])
         and None not in old
     ]
     have_moved = bool(renumbered) or are_rows_moved(experts, structure, _EXPERT)
     are_apart = have_moved != are_rows_moved(routers.values(), structure, _EXPERT)
     return [*routers] if are_apart else []
-
-
-def _number_in(stored: str, name: str, number: int) -> int | None:
-    """Return the number of a stored tensor in the place of a number in a name of the same form."""
-    before, after = parse_name(stored), parse_name(name)
-    places = [place for place, text in enumerate(after.indices) if int(text) == number]
-    is_same = before.template == after.template
-    return int(before.indices[places[-1]]) if is_same and places else None
 
 
 def is_computed_from(array: Any, names: Collection[str]) -> bool:
