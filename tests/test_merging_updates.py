@@ -591,6 +591,22 @@ class TestTiedHeads:
             np.testing.assert_array_equal(tensors[self.head], self.rounded(numbers(40, 16)))
             assert tied is False
 
+    @pytest.mark.parametrize("read", ["load", "persist", "compute"])
+    def test_a_base_in_memory_keeps_its_config(self, read: str, tmp_path: Path) -> None:
+        names = {f"model.layers.{n}.{m}.weight": s for m, s in self.MODULES.items() for n in (0, 1)}
+        weights = {n: numbers(*s) for n, s in names.items()} | {EMBED: numbers(40, 16)}
+        weights[self.HEAD] = numbers(40, 16)
+        (tmp_path / "base").mkdir()
+        xckpt.save(weights, tmp_path / "base/model.safetensors")
+        config = {"model_type": "llama", "hidden_size": 16, "vocab_size": 40}
+        (tmp_path / "base/config.json").write_text(json.dumps(config))
+        model = getattr(xckpt.open(tmp_path / "base"), read)()
+        module = "model.layers.0.self_attn.q_proj.weight"
+        path = adapter(tmp_path / "lora", lora(module, 16, 16))
+        with pytest.warns(CheckpointWarning, match="written from the attributes"):
+            model.ckpt.merge(path).ckpt.save(f"{tmp_path}/merged/")
+        assert json.loads((tmp_path / "merged/config.json").read_text()) == config
+
     def test_both_stay(self, model: Any, tmp_path: Path) -> None:
         trained = {EMBED: numbers(44, 16, seed=7), self.HEAD: numbers(44, 16, seed=8)}
         tensors, tied = self.result(model, tmp_path, trained)
