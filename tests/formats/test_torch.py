@@ -249,6 +249,30 @@ class TestSharedStorage:
         assert "'head' is 'wte'" in repr(index)
         assert "'head' is 'wte'" in repr(ds.ckpt)
 
+    @pytest.mark.parametrize(
+        ("change", "pair"),
+        [
+            (lambda ds: ds, ("head", "wte")),
+            (lambda ds: ds.rename(wte="embed"), ("head", "embed")),
+            (lambda ds: ds.rename(head="out"), ("out", "wte")),
+            (lambda ds: ds.rename(head="wte", wte="head"), ("wte", "head")),
+            (lambda ds: ds.assign(wte=ds["half"]), None),
+            (lambda ds: ds.assign(wte=ds["wte"] * 2), None),
+            (lambda ds: ds.assign(head=ds["half"]), None),
+            (lambda ds: ds.drop_vars("wte"), None),
+        ],
+    )
+    def test_a_tensor_is_tied_to_the_array_and_not_to_its_name(
+        self, change: Any, pair: tuple[str, str] | None
+    ) -> None:
+        ds = change(xr.open_dataset(self.tied, engine="torch"))
+        note = "" if pair is None else f"{pair[0]!r} is {pair[1]!r}"
+        assert ("shares its bytes" in repr(ds.ckpt)) == (pair is not None)
+        assert note in repr(ds.ckpt)
+        counted = sum(variable.size for variable in ds.data_vars.values())
+        expected = counted if pair is None else counted - ds[pair[0]].size
+        assert xckpt.footprint(ds)["parameters"] == expected
+
     def test_shared_tensors_are_written_separately(self, tmp_path: Path) -> None:
         (tmp_path / "m.pt").write_bytes(self.tied)
         with pytest.warns(xckpt.CheckpointWarning, match="shared their bytes"):

@@ -89,8 +89,10 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     _require_supported(adapters, changes, scale)
     unstacked = unstack_modules(obj)
     variables = flatten(unstacked).variables
-    matches, missing, head = _matches(OpenTensors(unstacked), adapters, changes)
-    tied = tied_update(OpenTensors(unstacked), matches)
+    model = OpenTensors(unstacked)
+    shared = model.shared
+    matches, missing, head = _matches(model, adapters, changes)
+    tied = tied_update(model, matches)
     if tied is not None and not _ties_head(changes):
         warn(_TIED.format(head=tied.name, table=tied.table))
     if head is not None:
@@ -114,7 +116,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     untied = {
         name: _untied(variable)
         for name, variable in variables.items()
-        if str(variable.encoding.get("shares")) in merged
+        if shared.get(str(name)) in merged
     }
     return replace_tensors(obj, untied | merged | new)
 

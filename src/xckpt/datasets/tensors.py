@@ -368,15 +368,33 @@ class OpenTensors:
     @property
     def shared(self) -> dict[str, str]:
         """Owners of the bytes of tied tensors, by name, if the object has both."""
-        owners: dict[str, str] = {}
+        stated: dict[str, tuple[str, str]] = {}
         for name, variable in self._flat.variables.items():
-            shares = variable.encoding.get("shares")
-            if shares is not None:
-                owners |= shares if isinstance(shares, dict) else {str(name): shares}
-        if not owners:
+            encoding = variable.encoding
+            if (shares := encoding.get("shares")) is not None:
+                owners = shares if isinstance(shares, dict) else {str(name): shares}
+                source = encoding.get("source", "")
+                stated |= {tied: (source, owner) for tied, owner in owners.items()}
+        if not stated:
             return {}
-        names = {row.name for row in self._listing.rows}
-        return {n: owner for n, owner in owners.items() if n in names and owner in names}
+        # The file states the owner, which may have another name now, or another array its name.
+        present: dict[tuple[str, str], str] = {}
+        for name, variable in self._flat.variables.items():
+            encoding = variable.encoding
+            if "tensor" in encoding and "part" not in encoding:
+                stored = (encoding.get("source", ""), encoding["tensor"])
+                if stored not in present or stored[1] == name:
+                    present[stored] = str(name)
+        names, stacked = {row.name for row in self._listing.rows}, self.stacked
+        pairs = {
+            tied: owner[1] if owner[1] in stacked else present.get(owner)
+            for tied, owner in stated.items()
+        }
+        return {
+            tied: owner
+            for tied, owner in pairs.items()
+            if owner is not None and owner != tied and {tied, owner} <= names
+        }
 
     @property
     def origin(self) -> DescribedTensors:
