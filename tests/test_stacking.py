@@ -360,6 +360,19 @@ def test_layers_that_are_numbered_anew_have_their_own_values(numbers: list[int])
         assert statistics.loc[f"layers.{new}.norm", "max"] == arrays[f"layers.{old}.norm"].max()
 
 
+def test_nodes_of_a_tree_have_their_own_numbers() -> None:
+    arrays = {f"{s}.layers.{n}.w": np.full((2, 2), n, "f4") for s in ("a", "b") for n in range(3)}
+    tree = xr.open_datatree(zt(arrays), engine="ztensor", stack=True)
+    nodes = {node.path: node.to_dataset() for node in tree.subtree if node.data_vars}
+    (path,) = [path for path in nodes if path.startswith("/b")]
+    nodes[path] = nodes[path].assign_coords(layers=[5, 6, 7])
+    tree = xr.DataTree.from_dict(nodes)
+    names = {f"a.layers.{n}.w" for n in (0, 1, 2)} | {f"b.layers.{n}.w" for n in (5, 6, 7)}
+    for result in (xckpt.stats(tree), xckpt.histogram(tree), xckpt.spectrum(tree)):
+        assert set(result.ckpt.table().index) == names
+    assert set(xckpt.compare(tree, tree).ckpt.table()["status"]) == {"same"}
+
+
 @pytest.mark.parametrize("labels", [["a", "b", "c", "d"], [0, 0, 1, 1], [0, 1, 2, np.nan]])
 def test_statistics_of_layers_without_numbers_have_positions(labels: list[Any]) -> None:
     ds = xr.open_dataset(zt(moe()), engine="ztensor", stack=True).assign_coords(layers=labels)

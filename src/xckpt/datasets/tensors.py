@@ -235,6 +235,21 @@ class OpenTensors:
         """The coordinates of all nodes."""
         return {name: v for coords in self._flat.coords.values() for name, v in coords.items()}
 
+    @property
+    def common_coords(self) -> dict[Any, xr.Variable]:
+        """The coordinates, without indexes that nodes of a tree give different values."""
+        coords = self.coords
+        if not (coords and isinstance(self.obj, xr.DataTree)):
+            return coords
+        nodes = self._flat.coords.values()
+        different = {
+            name
+            for name, coord in coords.items()
+            if coord.dims == (name,)
+            and any(name in node and not coord.equals(node[name]) for node in nodes)
+        }
+        return {name: coord for name, coord in coords.items() if name not in different}
+
     def stored(self, name: Any) -> LazyArray | None:
         """Return the array in the file that a variable represents; None for a computed variable."""
         return stored_array(self.variables[name])

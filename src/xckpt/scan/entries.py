@@ -432,7 +432,7 @@ def laid_out(
     if sizes:
         coords |= {
             name: coord
-            for name, coord in contents.coords.items()
+            for name, coord in contents.common_coords.items()
             if coord.dims and all(sizes.get(d) == n for d, n in coord.sizes.items())
         }
     result = assemble_dataset(variables, coords)

@@ -206,7 +206,7 @@ def _laid_out(
     stacked = {dim for entry in entries for dim in entry.dims}
     coords: dict[Hashable, Any] = {
         name: coord
-        for name, coord in contents.coords.items()
+        for name, coord in contents.common_coords.items()
         if coord.dims and set(coord.dims) <= stacked
     }
     coords["bin"] = edges[:-1] / 2 + edges[1:] / 2

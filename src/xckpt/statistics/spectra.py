@@ -513,7 +513,9 @@ def _values_dataset(
         variables[entry.name] = xr.Variable((*entry.dims, dim), ordered, attrs, entry.encoding)
     used_dims = {dim for variable in variables.values() for dim in variable.dims}
     coords = {
-        name: c for name, c in contents.coords.items() if c.dims and used_dims.issuperset(c.dims)
+        name: c
+        for name, c in contents.common_coords.items()
+        if c.dims and used_dims.issuperset(c.dims)
     }
     source_attrs = {"source": contents.source} if contents.source else {}
     return xr.Dataset(variables, coords, {**source_attrs, "floor": FLOOR})
