@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
