@@ -410,7 +410,7 @@ def test_a_step_of_a_run_has_the_names_of_the_model(some: xr.Dataset, tmp_path: 
 
 def test_names_without_a_common_one_are_a_warning(base: xr.Dataset, tmp_path: Path) -> None:
     other = opened(tmp_path / "other.safetensors", ["transformer.wte.weight"])
-    with pytest.warns(CheckpointWarning, match="no tensors; arithmetic keeps only those that both"):
+    with pytest.warns(CheckpointWarning, match="no tensors; arithmetic keeps only those whose names both"):
         (base + other).ckpt.save(tmp_path / "new.safetensors")
 
 
