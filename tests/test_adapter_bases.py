@@ -343,6 +343,11 @@ class TestSourcesWithOtherOrders:
         if not into_gguf:
             result.ckpt.save(tmp_path / "new.safetensors")
 
+    def test_are_named_by_a_conversion(self, files: Any, tmp_path: Path) -> None:
+        del files
+        with pytest.warns(CheckpointWarning, match=rf"(?s)rows of heads are in the {ORDER}"):
+            xckpt.convert(tmp_path / "model.gguf", tmp_path / "new.safetensors", names=TO_HF)
+
     def test_are_no_update(self, files: Any) -> None:
         hf, gguf = files
         with pytest.raises(UnsupportedError, match=ORDER):

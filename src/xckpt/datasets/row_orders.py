@@ -19,11 +19,12 @@ from xckpt.upstream.dask_arrays import is_dask_array
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import xarray as xr
 
     from xckpt.datasets.tensors import OpenTensors
+    from xckpt.structure import Structure
     from xckpt.typing import Array
 
 _OTHER_ORDER = (
@@ -59,6 +60,21 @@ def other_orders(tensors: OpenTensors) -> dict[str, list[str]]:
                 verb = "are" if is_permuted else "may be"
                 found[_OTHER_ORDER.format(verb, base_name(source))].append(name)
     return {text: sorted(set(of_text)) for text, of_text in found.items()}
+
+
+def renamed_orders(
+    structure: Structure, old_names: Mapping[str, str], source: str
+) -> dict[str, list[str]]:
+    """Return the tensors of a file whose new names stand for another order, by what to do."""
+    counterparts = Counterparts(structure, old_names)
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, old in old_names.items():
+        path, _, param = old.rpartition(".")
+        is_permuted = name != old and counterparts.is_permuted(name, Requested(path, param))
+        if is_permuted is not False:
+            verb = "are" if is_permuted else "may be"
+            found[_OTHER_ORDER.format(verb, base_name(source))].append(name)
+    return found
 
 
 def _second(count: int) -> list[Array]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 from xckpt.arrays import ReadOptions, lazy_arrays, read_later
 from xckpt.arrays.converted import Cast, holds
 from xckpt.arrays.parts import part_readers
+from xckpt.datasets.row_orders import renamed_orders
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.formatting import binary_size, counted
@@ -30,7 +31,8 @@ from xckpt.opening import open_index
 from xckpt.options import RENAMING, takes
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
-from xckpt.structure import structure_of
+from xckpt.structure import Structure, structure_of
+from xckpt.structure.facts import model_facts
 from xckpt.writing.companions import fit_attributes
 from xckpt.writing.fitting import Fitting, Requests
 from xckpt.writing.job import plan_job
@@ -281,6 +283,13 @@ def convert(
             selected = _select_tensors(index, chosen, renamed)
             readable = _readable_tensors(selected, fitting, source.name)
             sources = sources_of(source, index.shards)
+            if names is not None:
+                facts = model_facts(index.attrs, format=index.format)
+                written = {tensor.name for tensor in readable}
+                old_names = {new: old for old, new in renamed.items() if new in written}
+                orders = renamed_orders(Structure(readable, facts), old_names, source.name)
+                for change, of_change in orders.items():
+                    fitting.changes.add_all(change, of_change)
             gathered = Gathered(
                 [_payload(tensor, sources, verify) for tensor in readable],
                 edited_attrs(read_later(index.attrs, sources), set_attrs, unset_attrs),
