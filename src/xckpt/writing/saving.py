@@ -33,6 +33,7 @@ from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.structure import Structure, structure_of
 from xckpt.structure.facts import model_facts
+from xckpt.structure.info import Described
 from xckpt.writing.companions import fit_attributes
 from xckpt.writing.fitting import Fitting, Requests
 from xckpt.writing.job import plan_job
@@ -287,7 +288,11 @@ def convert(
                 facts = model_facts(index.attrs, format=index.format)
                 written = {tensor.name for tensor in readable}
                 old_names = {new: old for old, new in renamed.items() if new in written}
-                orders = renamed_orders(Structure(readable, facts), old_names, source.name)
+                orders = renamed_orders(
+                    Structure([Described(t.name, t.dtype, t.shape) for t in readable], facts),
+                    old_names,
+                    source.name,
+                )
                 for change, of_change in orders.items():
                     fitting.changes.add_all(change, of_change)
             gathered = Gathered(
