@@ -410,7 +410,8 @@ def test_a_step_of_a_run_has_the_names_of_the_model(some: xr.Dataset, tmp_path: 
 
 def test_names_without_a_common_one_are_a_warning(base: xr.Dataset, tmp_path: Path) -> None:
     other = opened(tmp_path / "other.safetensors", ["transformer.wte.weight"])
-    with pytest.warns(CheckpointWarning, match="no tensors; arithmetic keeps only those whose names both"):
+    text = "no tensors; arithmetic keeps only those whose names both"
+    with pytest.warns(CheckpointWarning, match=text):
         (base + other).ckpt.save(tmp_path / "new.safetensors")
 
 
@@ -440,7 +441,8 @@ def test_a_tree_and_a_dataset_have_no_names_in_common(
     with pytest.raises(ValueError, match=r"a DataTree and a Dataset.*open both with xckpt\.open"):
         result.ckpt.save(f"{tmp_path}/new/")
     (text,) = warnings_of(result, tmp_path / "new.safetensors")
-    assert "no tensors; arithmetic keeps only those that both sides have: 'DataTree'" in text
+    assert "no tensors; arithmetic keeps only those whose names both sides have" in text
+    assert text.endswith("'DataTree'")
     result.attrs["config"] = {"hidden_size": 4, "num_hidden_layers": 3}
     with pytest.raises(ValueError, match="a DataTree and a Dataset"):
         result.ckpt.save(tmp_path / "model.safetensors")

@@ -160,8 +160,7 @@ def origin_of(gathered: Gathered) -> Origin:
             # An adapter may set more tensors than its base keeps, but has other names.
             if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
                 return origins[-1]
-    # Tensors in memory, whose config is in the attributes, may be changed by those of an adapter.
-    return origins[0] if origins and CONFIG not in configs else Origin(configs=configs)
+    return origins[0] if origins else Origin(configs=configs)
 
 
 def _opened(path: Path) -> tuple[Index, list[str]]:
