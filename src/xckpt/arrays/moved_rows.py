@@ -1,4 +1,4 @@
-"""Whether rows of stored tensors become other rows of a result."""
+"""Moves of rows between stored tensors and a result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Larger tables are computed in part.
 _WHOLE_NBYTES = 64 << 20
-# One choice of marks may not tell few rows apart.
+# Few rows need several choices of marks.
 _FEW_ROWS, _CHOICES_OF_FEW = 64, 8
 
 

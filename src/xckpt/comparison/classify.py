@@ -161,7 +161,7 @@ class Places:
         if name not in structure:
             return "", "", 0
         slot, ndim = structure.slot(name), len(structure.described(name).shape)
-        # Names of unknown families tell the slots in attention and feed-forward layers only.
+        # Unknown families have slots in attention and feed-forward layers only.
         is_known = "." in slot or structure.place(name) is not None
         return slot if is_known else "", structure.module_type(name), ndim
 

@@ -45,7 +45,7 @@ def other_orders(tensors: OpenTensors) -> dict[str, list[str]]:
     if not renamed:
         return {}
     counterparts = Counterparts(tensors.structure, names)
-    found: dict[str, list[str]] = defaultdict(list)
+    by_text: dict[str, list[str]] = defaultdict(list)
     are_in_place: dict[str, bool] = {}
     for name in [name for name in names if not tensors.variables_of([name]).isdisjoint(renamed)]:
         variable = tensors.variable(name)
@@ -58,8 +58,8 @@ def other_orders(tensors: OpenTensors) -> dict[str, list[str]]:
                 are_in_place[slot] = not are_moved(data_of(variable), 0, _second)
             if is_permuted is not False and are_in_place[slot]:
                 verb = "are" if is_permuted else "may be"
-                found[_OTHER_ORDER.format(verb, base_name(source))].append(name)
-    return {text: sorted(set(of_text)) for text, of_text in found.items()}
+                by_text[_OTHER_ORDER.format(verb, base_name(source))].append(name)
+    return {text: sorted(set(of_text)) for text, of_text in by_text.items()}
 
 
 def renamed_orders(
@@ -67,14 +67,14 @@ def renamed_orders(
 ) -> dict[str, list[str]]:
     """Return the tensors of a file whose new names stand for another order, by what to do."""
     counterparts = Counterparts(structure, old_names)
-    found: dict[str, list[str]] = defaultdict(list)
+    by_text: dict[str, list[str]] = defaultdict(list)
     for name, old in old_names.items():
         path, _, param = old.rpartition(".")
         is_permuted = name != old and counterparts.is_permuted(name, Requested(path, param))
         if is_permuted is not False:
             verb = "are" if is_permuted else "may be"
-            found[_OTHER_ORDER.format(verb, base_name(source))].append(name)
-    return found
+            by_text[_OTHER_ORDER.format(verb, base_name(source))].append(name)
+    return by_text
 
 
 def _second(count: int) -> list[Array]:

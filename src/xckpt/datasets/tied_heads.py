@@ -70,7 +70,7 @@ def tied_update(model: OpenTensors, matches: Mapping[str, Sequence[Adapter]]) ->
 
 
 def _tied_table(structure: Structure) -> str | None:
-    """Return the embeddings of a model without a head of its own."""
+    """Return the embeddings of a model that lacks a head."""
     if structure.models is None or structure.facts.is_untied:
         return None
     slots = {structure.slot(n): n for n in structure if structure.param(n) == "weight"}

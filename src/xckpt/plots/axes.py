@@ -284,7 +284,7 @@ _STRIDES = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 
 
 def label_cells(ax: Axes, axis: Literal["x", "y"], texts: Sequence[str], name: str = "") -> None:
-    """Label rows or columns of an image, at equal intervals if there is no room for all labels."""
+    """Label rows or columns of an image, at equal intervals if space is short."""
     room = inches(ax)[axis == "y"]
     stride = next(n for n in _STRIDES if len(texts) * _INCHES_OF_CELL <= n * room)
     shown = [safe(text, _WIDEST_OF_CELL) for text in texts[::stride]]

@@ -261,7 +261,7 @@ class ExactElements(_SketchedElements):
         # Sort by tensor and value; equal values stay in the order of their codes.
         order = np.flatnonzero(np.isfinite(values))
         keys = pool.owner[order] << kind.code_bits | _order(kind.name)[pool.codes[order]]
-        # The codes of a tensor are two runs, of which a stable sort makes use.
+        # A stable sort is quick, because the codes of a tensor are two ordered runs.
         self.pool = finite = pool.take(order[np.argsort(keys, kind="stable")])
         self.values = values = kind.values[finite.codes]
         is_new = (np.diff(values, prepend=math.nan) != 0) | (np.diff(finite.owner, prepend=-1) != 0)

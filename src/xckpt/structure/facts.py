@@ -112,7 +112,7 @@ class ModelFacts:
 
     @property
     def states_head(self) -> bool:
-        """Whether the class of transformers in the config has a head over the vocabulary."""
+        """True if the class in the config has a head over the vocabulary."""
         classes = self.config.get("architectures")
         names = classes if isinstance(classes, list) else []
         return any(word in str(name) for name in names for word in _WITH_HEAD)

@@ -118,8 +118,8 @@ class _Written(NamedTuple):
     """Tensors of an origin in the form that is written."""
 
     tensors: list[Described]
-    quantized: list[str]  # names of those whose codes are written
-    dense: list[str]  # names of quantised ones whose values are written
+    quantized: list[str]  # names of tensors that are written as codes
+    dense: list[str]  # names of quantised tensors that are written as values
 
 
 def origin_of(gathered: Gathered) -> Origin:

@@ -37,13 +37,13 @@ def are_rows_moved(
         info = structure[tensor.name]
         axes: list[str | None] = list(info.axes)
         if rows == _EXPERT and rows not in axes and structure.module_type(tensor.name) == _ROUTER:
-            axes = [axis or rows for axis in axes]  # of too few experts to tell
+            axes = [axis or rows for axis in axes]  # few experts leave the axis unnamed
         if not (info.slot in _TABLES if rows == _ROWS else rows in axes):
             continue
         lazy = array if isinstance(array, LazyArray) else lazy_of(array)
         if isinstance(lazy, SlicedArray) and rows in axes:
-            kept = [part for part in lazy.key if isinstance(part, slice)][axes.index(rows)]
-            if kept.start or kept.step not in {None, 1}:
+            selected = [part for part in lazy.key if isinstance(part, slice)][axes.index(rows)]
+            if selected.start or selected.step not in {None, 1}:
                 return True
         if not hasattr(array, "dask"):
             continue

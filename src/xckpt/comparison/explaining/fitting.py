@@ -37,7 +37,7 @@ _MOST_LONELY, _MOST_TRIED = 32, 1 << 13
 
 
 class _Name(NamedTuple):
-    """What the votes of a name are about."""
+    """The parts of a name that votes count."""
 
     #: The name with one of its numbers left out, and the number.
     forms: tuple[tuple[str, int], ...]
@@ -73,7 +73,7 @@ def _parsed(name: str) -> _Name:
 
 
 class _Fit(NamedTuple):
-    """How well two tensors fit together; larger numbers are better."""
+    """Votes for two tensors as a pair; larger numbers are better."""
 
     #: Agreement of their places in both models.
     place: int
@@ -86,10 +86,10 @@ class _Fit(NamedTuple):
 
 
 class _Subject(NamedTuple):
-    """What two names may have in common with other pairs."""
+    """A trait of two names, which other pairs may share."""
 
     both: object
-    #: What more pairs have in common than agree on both, if the names tell nothing.
+    #: Traits of one name alone. `both` counts only if most pairs with one of them share it.
     ours: object
     theirs: object
 
@@ -159,7 +159,7 @@ class _VotesOfOthers(NamedTuple):
     def is_as_good(self, side: int, partner: str, first: str, second: str) -> bool:
         """Return whether the first of two tensors of a side fits a partner as well as the second.
 
-        The numbers and words of their names count if nothing else tells them apart.
+        The numbers and words of their names count if all else is equal.
         """
         pairs = [(partner, name) if side else (name, partner) for name in (first, second)]
         fit, fit_of_second = (self.fit(*names) for names in pairs)
@@ -176,7 +176,7 @@ def _resemblance(a: str, b: str) -> tuple[bool, int]:
 
 
 class _Pair(NamedTuple):
-    """The names of two tensors of which one explains the other, and their sizes."""
+    """The names and sizes of a tensor and of its explanation."""
 
     names: tuple[str, str]
     sizes: tuple[int, int]

@@ -65,7 +65,7 @@ _ALWAYS = frozenset(EXPLANATION_COLUMNS[:4])
 _KEEPING = frozenset({*CAUSES[: CAUSES.index("cut")], "equal"}) - {"misplaced", "rows_permuted"}
 # Below this correlation, elements at the same positions are of other tensors or in another order.
 _RELATED = 0.5
-# So many changed numbers are expected in a part that has none only once in a thousand parts.
+# With so many changes expected, one part in a thousand has zero.
 _EXPECTED = 7
 _MOST_NAMES = 4
 _MOST_KINDS = 8

@@ -527,8 +527,8 @@ def _tied(work: Work, n: int, owner: int, link: Link) -> Explanation:
     status, explanation, names = work.cases[n].status, work.explanations.get(owner), link.names
     side = ALONE.index(status)
     structure = work.places.structures[side]
-    known = [name for name in names if name in structure]
-    slots = sorted([structure.slot(name) or structure.module_type(name) for name in known])
+    described = [name for name in names if name in structure]
+    slots = sorted([structure.slot(name) or structure.module_type(name) for name in described])
     keys = {work.places.key(side, name) for name in names}
     stored = {order.tensor.identity for order in link.orders[0]}
     # Several embeddings, or an output layer; two names of one place; two names of the same bytes.
