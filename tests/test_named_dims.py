@@ -93,9 +93,9 @@ def state_dict(_: Path) -> xr.Dataset:
 
 def gguf(path: Path) -> xr.Dataset:
     attrs = {
-        "general.architecture": text("llama"),
+        "general.architecture": text("qwen2"),  # whose rows of heads have the order of transformers
         **{
-            f"llama.{key}": b"\4\0\0\0" + number.to_bytes(4, "little")
+            f"qwen2.{key}": b"\4\0\0\0" + number.to_bytes(4, "little")
             for key, number in {
                 "embedding_length": EMBD,
                 "feed_forward_length": FF,

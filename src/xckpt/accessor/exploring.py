@@ -70,7 +70,10 @@ def compute(
         with suppress(TypeError):
             require_numbers(tensors.variable(name).dtype)
             numeric.append(name)
-    return _computed(stats(_dataset(tensors, numeric), progress=report), numeric)
+    result = stats(_dataset(tensors, numeric), progress=report)
+    for number, name in enumerate(numeric):  # findings compare tensors by their names
+        result.variables[number].encoding["tensor"] = name
+    return _computed(result, numeric)
 
 
 def _computed(

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 from xckpt.arrays import ReadOptions, lazy_arrays, read_later
 from xckpt.arrays.converted import Cast, holds
 from xckpt.arrays.parts import part_readers
-from xckpt.datasets.row_orders import renamed_orders
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.formatting import binary_size, counted
@@ -285,6 +284,8 @@ def convert(
             readable = _readable_tensors(selected, fitting, source.name)
             sources = sources_of(source, index.shards)
             if names is not None:
+                from xckpt.datasets.row_orders import renamed_orders
+
                 facts = model_facts(index.attrs, format=index.format)
                 written = {tensor.name for tensor in readable}
                 old_names = {new: old for old, new in renamed.items() if new in written}
