@@ -12,11 +12,10 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import FrameType
 
 # Seconds until a deferred signal is announced.
@@ -74,17 +73,21 @@ def _restore() -> None:
         signal.signal(signal.SIGINT, _Deferred.handler)
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+class uninterrupted:  # noqa: N801  as `contextlib.suppress`
     """Deliver Ctrl-C at the end of the block instead of within it."""
-    # The block must be short, or call `deliver` while it waits.
-    if not _install():
-        yield
-        return
-    _Deferred.depth += 1
-    try:
-        yield
-    finally:
+
+    # The block must be short, or call `deliver` while it waits. A generator would keep the objects
+    # of the block alive if Ctrl-C came while `contextlib` leaves it.
+    __slots__ = ("_is_deferring",)
+
+    def __enter__(self) -> None:
+        self._is_deferring = _install()
+        if self._is_deferring:
+            _Deferred.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_deferring:
+            return
         _Deferred.depth -= 1
         if not (_Deferred.depth or _Deferred.importer):
             if _Deferred.since is None:
