@@ -864,3 +864,25 @@ def test_a_step_of_a_run_keeps_its_type(tmp_path: Path) -> None:
     (tensor,) = xckpt.read_index(tmp_path / "out-0.safetensors").tensors.values()
     assert tensor.dtype == "bfloat16"
     assert written[1] == written[0] == written[2]
+
+
+@pytest.mark.parametrize("are_equal", [True, False])
+def test_a_tied_head_that_is_stored_beside_the_embeddings_changes_with_them(
+    are_equal: bool, tmp_path: Path
+) -> None:
+    table, head = numbers(40, 16), numbers(40, 16)
+    weights = {EMBED: table, "lm_head.weight": table if are_equal else head}
+    weights |= {
+        f"model.layers.{n}.self_attn.{m}_proj.weight": numbers(16, 16)
+        for n in range(2)
+        for m in "qkvo"
+    }
+    xckpt.save(weights, tmp_path / "model.safetensors")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16}
+    config |= {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    base, change = xckpt.open(tmp_path), numbers(40, 16)
+    merged = base.ckpt.merge(xckpt.open({EMBED: change}))
+    np.testing.assert_array_equal(merged[EMBED].values, table + change)
+    expected = table + change if are_equal else head
+    np.testing.assert_array_equal(merged["lm_head.weight"].values, expected)

@@ -26,7 +26,7 @@ from xckpt.datasets.losses import losses
 from xckpt.datasets.row_orders import other_orders
 from xckpt.datasets.stacking import replace_tensors, unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, split_step
-from xckpt.datasets.tied_heads import are_equal, tied_update, untied_head
+from xckpt.datasets.tied_heads import are_equal, stored_twice, tied_update, untied_head
 from xckpt.datasets.variables import mapped_arrays, require_positions
 from xckpt.errors import UnsupportedError, shown, some, warn
 from xckpt.formatting import base_name
@@ -118,7 +118,27 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         for name, variable in variables.items()
         if shared.get(str(name)) in merged
     }
-    return replace_tensors(obj, untied | merged | new)
+    tied_names = {} if model.structure.facts.is_untied else shared
+    tied_names = tied_names | stored_twice(model, matches)
+    return replace_tensors(obj, untied | _followers(tied_names, matches, merged) | merged | new)
+
+
+def _followers(
+    shared: Mapping[str, str],
+    matches: Mapping[str, Sequence[Adapter]],
+    merged: Mapping[str, xr.Variable],
+) -> dict[str, xr.Variable]:
+    """Return the tensors that are one parameter with an updated tensor, as their bytes are shared.
+
+    A tensor that an adapter saved as a whole is a parameter of its own.
+    """
+    followers: dict[str, xr.Variable] = {}
+    for name, changes in matches.items():
+        owner = shared.get(name, name)
+        if changes and all(change.kind != "saved" for change in changes):
+            twins = [owner, *(tied for tied, other in shared.items() if other == owner)]
+            followers |= {twin: merged[name] for twin in twins if twin != name}
+    return followers
 
 
 def _ties_head(changes: OpenTensors) -> bool:

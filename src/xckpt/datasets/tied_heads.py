@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import dask.array as da
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     import xarray as xr
 
@@ -75,6 +75,22 @@ def _tied_table(structure: Structure) -> str | None:
         return None
     slots = {structure.slot(n): n for n in structure if structure.param(n) == "weight"}
     return None if _HEAD in slots else slots.get(_TABLE)
+
+
+def stored_twice(model: OpenTensors, changed: Collection[str]) -> dict[str, str]:
+    """Return a tied head that is stored beside the embeddings, with the name of these.
+
+    The values of both are compared, if one of them is to be changed.
+    """
+    structure = model.structure
+    slots = {structure.slot(n): n for n in structure if structure.param(n) == "weight"}
+    head, table = slots.get(_HEAD), slots.get(_TABLE)
+    if head is None or table is None or not {head, table} & set(changed):
+        return {}
+    is_tied = structure.facts.config.get("tie_word_embeddings") is True
+    if not is_tied or not are_equal(model.variable(head), model.variable(table)):
+        return {}
+    return {head: table}
 
 
 def are_equal(a: xr.Variable, b: xr.Variable) -> bool:
