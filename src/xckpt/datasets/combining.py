@@ -118,8 +118,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         for name, variable in variables.items()
         if shared.get(str(name)) in merged
     }
-    tied_names = {} if model.structure.facts.is_untied else shared
-    tied_names = tied_names | stored_twice(model, matches)
+    tied_names = {} if model.structure.facts.is_untied else shared | stored_twice(model, matches)
     return replace_tensors(obj, untied | _followers(tied_names, matches, merged) | merged | new)
 
 

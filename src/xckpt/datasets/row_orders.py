@@ -50,15 +50,13 @@ def other_orders(tensors: OpenTensors) -> dict[str, list[str]]:
     for name in [name for name in names if not tensors.variables_of([name]).isdisjoint(renamed)]:
         variable = tensors.variable(name)
         for stored, source in _sources(variable):
-            path, _, param = stored.rpartition(".")
-            is_permuted = counterparts.is_permuted(name, Requested(path, param))
+            text = _other_order(counterparts, name, stored, source)
             slot = tensors.structure.slot(name)
-            if is_permuted is not False and slot not in are_in_place:
+            if text and slot not in are_in_place:
                 # A user, or `merge`, may have put the rows in order.
                 are_in_place[slot] = not are_moved(data_of(variable), 0, _second)
-            if is_permuted is not False and are_in_place[slot]:
-                verb = "are" if is_permuted else "may be"
-                by_text[_OTHER_ORDER.format(verb, base_name(source))].append(name)
+            if text and are_in_place[slot]:
+                by_text[text].append(name)
     return {text: sorted(set(of_text)) for text, of_text in by_text.items()}
 
 
@@ -69,12 +67,17 @@ def renamed_orders(
     counterparts = Counterparts(structure, old_names)
     by_text: dict[str, list[str]] = defaultdict(list)
     for name, old in old_names.items():
-        path, _, param = old.rpartition(".")
-        is_permuted = name != old and counterparts.is_permuted(name, Requested(path, param))
-        if is_permuted is not False:
-            verb = "are" if is_permuted else "may be"
-            by_text[_OTHER_ORDER.format(verb, base_name(source))].append(name)
+        if name != old and (text := _other_order(counterparts, name, old, source)):
+            by_text[text].append(name)
     return by_text
+
+
+def _other_order(counterparts: Counterparts, name: str, stored: str, source: str) -> str:
+    """Describe that a name stands for another order than that of a source; empty if it does not."""
+    path, _, param = stored.rpartition(".")
+    is_permuted = counterparts.is_permuted(name, Requested(path, param))
+    verb = "are" if is_permuted else "may be"
+    return "" if is_permuted is False else _OTHER_ORDER.format(verb, base_name(source))
 
 
 def _second(count: int) -> list[Array]:
