@@ -458,14 +458,6 @@ class TestObjects:
             for name, values in expected.items():
                 np.testing.assert_allclose(tensors[name], values + (name in change), rtol=1e-6)
 
-    def test_a_tied_tensor_stays_as_it_is(self, tmp_path: Path) -> None:
-        weight = numbers(8, 4)
-        state = {"model.embed.weight": weight, "lm_head.weight": weight}
-        merged = xckpt.open(state).ckpt.merge({"lm_head.weight": np.ones((8, 4), "f4")})
-        tensors = saved(merged, tmp_path)
-        np.testing.assert_array_equal(tensors["model.embed.weight"], weight)
-        np.testing.assert_array_equal(tensors["lm_head.weight"], weight + 1)
-
 
 class TestHeads:
     """The change of a head never takes the place of that of the embeddings."""
@@ -887,3 +879,34 @@ def test_a_tied_head_that_is_stored_beside_the_embeddings_changes_with_them(
     np.testing.assert_array_equal(merged[EMBED].values, table + change)
     expected = table + change if are_equal else head
     np.testing.assert_array_equal(merged["lm_head.weight"].values, expected)
+
+
+class TestTiedInMemory:
+    """Arrays of a mapping that are the same memory, as in the state dict of a tied model."""
+
+    @pytest.mark.parametrize("changed", [EMBED, "lm_head.weight"])
+    def test_both_change(self, changed: str, tmp_path: Path) -> None:
+        # A tied model has one parameter for both: it would load the last one.
+        table, change = numbers(40, 16), numbers(40, 16, seed=1)
+        state = {EMBED: table, "lm_head.weight": table, "model.norm.weight": numbers(16)}
+        tensors = saved(xckpt.open(state).ckpt.merge({changed: change}), tmp_path)
+        for name in (EMBED, "lm_head.weight"):
+            np.testing.assert_array_equal(tensors[name], table + change)
+
+    @pytest.mark.parametrize("name", [EMBED, "lm_head.weight"])
+    def test_one_that_was_replaced_is_no_longer_tied(self, name: str) -> None:
+        table, change = numbers(40, 16), numbers(40, 16, seed=1)
+        base = xckpt.open({EMBED: table, "lm_head.weight": table})
+        base[name] = base[name] * 2
+        merged = base.ckpt.merge({EMBED: change})
+        factors = {EMBED: 1, "lm_head.weight": 1} | {name: 2}
+        np.testing.assert_array_equal(merged[EMBED].values, factors[EMBED] * table + change)
+        np.testing.assert_array_equal(
+            merged["lm_head.weight"].values, factors["lm_head.weight"] * table
+        )
+
+    def test_views_of_one_memory_with_other_elements_are_not_tied(self) -> None:
+        both, change = numbers(80, 16), numbers(40, 16)
+        base = xckpt.open({EMBED: both[:40], "lm_head.weight": both[40:]})
+        merged = base.ckpt.merge({EMBED: change})
+        np.testing.assert_array_equal(merged["lm_head.weight"].values, both[40:])

@@ -61,7 +61,30 @@ def as_dataset(obj: Any) -> Any:
         name: _variable(name, value, names, dims.get(name), mapping)
         for name, value in arrays.items()
     }
+    _tie(variables, arrays)
     return xr.Dataset(variables, attrs=attrs)
+
+
+def _tie(variables: Mapping[str, xr.Variable], arrays: Mapping[str, Any]) -> None:
+    """Note which arrays are the memory of an earlier one, as of tied weights in a state dict."""
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, value in arrays.items():
+        memory = _memory(value)
+        if not memory or not mapped_arrays(variables[name]):
+            continue
+        owner = owners.setdefault((*memory, str(value.dtype), tuple(value.shape)), name)
+        if owner != name:
+            variables[name].encoding["shares"] = owner
+            variables[owner].encoding["tensor"] = owner
+
+
+def _memory(value: Any) -> tuple[Any, ...]:
+    """Return the address of an array and its strides; empty if they are not known."""
+    if isinstance(value, np.ndarray):
+        return (value.ctypes.data, value.strides) if value.size else ()
+    if hasattr(value, "data_ptr") and value.data_ptr():  # of PyTorch
+        return value.data_ptr(), value.stride(), str(value.device)
+    return ()
 
 
 def note_no_numbers(ds: xr.Dataset) -> None:

@@ -450,6 +450,6 @@ def _checked_indices(
         raise ValueError(
             f"the coordinate {dim!r} does not identify the remaining tensors of {shown(name)}: its "
             f"values must be distinct integers; isel({dim}=...) selects one, and "
-            f"assign_coords({dim}=...) numbers them"
+            f"assign_coords({dim}=range({values.size})) numbers them"
         )
     return tuple(values.tolist())

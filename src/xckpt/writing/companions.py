@@ -425,7 +425,8 @@ def _reasons(fit: ConfigFit, names: Collection[str], count: int) -> dict[str, st
     """Return the files that do not hold for the new tensors, with the reasons."""
     if fit.missing:
         total = counted(count, "tensor")
-        reason = f"the file lacks {len(fit.missing)} of its {total}: {some(fit.missing, '', 3)}"
+        lacks = f"the file lacks {len(fit.missing)} of its {total}: {some(fit.missing, '', 3)}"
+        reason = f'{lacks}; attrs["config"] with changes, as of "architectures", is written'
         return dict.fromkeys(names, reason)
     problems = [*filter(None, [fit.renamed]), *fit.problems]
     reasons = dict.fromkeys((CONFIG, *_OF_MODEL) if problems else (), "; ".join(problems))
