@@ -247,8 +247,7 @@ def _tied_head(tensors: OpenTensors, missing: Mapping[str, None]) -> tuple[str, 
     for name in missing:
         place = models.describe(name)
         if place is not None and (place.slot, place.param) == ("output", "weight"):
-            slots = {tensors.structure.slot(n): n for n in tensors.structure}
-            table = slots.get("token_embedding")
+            table = tensors.structure.weight_of("token_embedding")
             return None if table is None else (name, table)
     return None
 

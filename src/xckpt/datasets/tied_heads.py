@@ -73,8 +73,7 @@ def _tied_table(structure: Structure) -> str | None:
     """Return the embeddings of a model that lacks a head."""
     if structure.models is None or structure.facts.is_untied:
         return None
-    head, table = head_and_table(structure)
-    return table if head is None else None
+    return structure.weight_of(_TABLE) if structure.weight_of(_HEAD) is None else None
 
 
 def stored_twice(model: OpenTensors, changed: Collection[str]) -> dict[str, str]:
@@ -82,19 +81,13 @@ def stored_twice(model: OpenTensors, changed: Collection[str]) -> dict[str, str]
 
     The values of both are compared, if one of them is to be changed.
     """
-    head, table = head_and_table(model.structure)
+    head, table = model.structure.weight_of(_HEAD), model.structure.weight_of(_TABLE)
     if head is None or table is None or {head, table}.isdisjoint(changed):
         return {}
     is_tied = model.structure.facts.config.get("tie_word_embeddings") is True
     if not is_tied or not are_equal(model.variable(head), model.variable(table)):
         return {}
     return {head: table}
-
-
-def head_and_table(structure: Structure) -> tuple[str | None, str | None]:
-    """Return the weights of the head and of the embeddings of a model; None without one."""
-    weights = {structure.slot(n): n for n in structure if structure.param(n) == "weight"}
-    return weights.get(_HEAD), weights.get(_TABLE)
 
 
 def are_equal(a: xr.Variable, b: xr.Variable) -> bool:

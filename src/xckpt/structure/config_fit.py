@@ -173,7 +173,7 @@ def _fit_head(
     fit: ConfigFit, structure: Structure, old: Collection[str], sources: Mapping[str, Any]
 ) -> None:
     """State that the head is not tied to the embeddings if its values are others."""
-    head, table = (_weight_of(structure, slot) for slot in ("output", "token_embedding"))
+    head, table = structure.weight_of("output"), structure.weight_of("token_embedding")
     if head is None or table is None or not _may_be_tied(fit.config) or _TIED in fit.edited:
         return
     if head not in old or sources[head] != sources[table]:
@@ -181,12 +181,6 @@ def _fit_head(
         fit.config[_TIED] = False
         fit.corrections.append(f"{_TIED}: False (was {was})")
         fit.added = [name for name in fit.added if name != head]
-
-
-def _weight_of(structure: Structure, slot: str) -> str | None:
-    """Return the weight of a module that a model has once, such as its head."""
-    weights = [name for name in structure if structure[name].slot == slot]
-    return next((name for name in weights if structure.param(name) == "weight"), None)
 
 
 def _may_be_tied(config: Mapping[str, Any]) -> bool:
@@ -420,7 +414,7 @@ def _missing(
         if renamed:
             fit.renamed = f"no tensor has the name {some(renamed, 'names', _SHOWN)} any more"
         return []
-    is_tied = _may_be_tied(fit.config) and _weight_of(structure, "token_embedding") is not None
+    is_tied = _may_be_tied(fit.config) and structure.weight_of("token_embedding") is not None
     weights = []
     for name in missing:
         info = structure[name]

@@ -359,6 +359,11 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         by_name = conventions.slot_by_name(name) or conventions.slot_by_name(node)
         return self._user(name, "slot") or by_name
 
+    def weight_of(self, slot: str) -> str | None:
+        """Return the weight of a module that a model has once, such as ``"output"``, the head."""
+        names = (name for name in self if self.slot(name) == slot)
+        return next((name for name in names if self.param(name) == "weight"), None)
+
     def is_bias(self, name: str) -> bool:
         """Return whether a tensor is the bias of its module."""
         is_bias = conventions.param_in_dense(name) == "bias"
