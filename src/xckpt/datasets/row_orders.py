@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xckpt.arrays.graph import lazies_in
+from xckpt.arrays.graph import lazies_in, lazy_of
 from xckpt.arrays.moved_rows import are_moved
 from xckpt.formatting import base_name
 from xckpt.structure.counterparts import Counterparts, Requested
@@ -36,10 +36,11 @@ _OTHER_ORDER = (
 
 def other_orders(tensors: OpenTensors) -> dict[str, list[str]]:
     """Return the tensors whose sources have their rows in another order, by what to do."""
-    names = {row.name for row in tensors.rows}
+    changed = {n: value for n, value in tensors.variables.items() if not _is_stored(n, value)}
+    names = {row.name for row in tensors.rows} if changed else set()
     renamed = [
         variable
-        for variable, value in tensors.variables.items()
+        for variable, value in changed.items()
         if any(name not in names for name, _ in _sources(value))
     ]
     if not renamed:
@@ -83,6 +84,11 @@ def _other_order(counterparts: Counterparts, name: str, stored: str, source: str
 def _second(count: int) -> list[Array]:
     """Mark the row that has another place in every other order of the rows of heads."""
     return [np.arange(count) == 1]
+
+
+def _is_stored(name: str, variable: xr.Variable) -> bool:
+    """Return whether a variable is a tensor of its name as it was opened."""
+    return variable.encoding.get("tensor") == name and lazy_of(data_of(variable)) is not None
 
 
 def _sources(variable: xr.Variable) -> Iterator[tuple[str, str]]:
