@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import chain
 from math import isnan, nan, prod
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 import xarray as xr
@@ -64,8 +64,14 @@ if TYPE_CHECKING:
     from xckpt.scan.entries import Describable
     from xckpt.typing import Array, Dataset
 
-    #: The matches of a variable, its shape, the mask of its missing tensors, and its channels.
-    _Input = tuple[Sequence[Match], tuple[int, ...], Any, ChannelGrid | None]
+
+class _Variable(NamedTuple):
+    """A variable of the result."""
+
+    matches: Sequence[Match]
+    shape: tuple[int, ...]
+    gone: Any  # mask of missing tensors; None without one
+    grid: ChannelGrid | None = None  # None if it is compared as a whole
 
 
 @renamed("other", "b")
@@ -258,11 +264,7 @@ def compare(
         _require_no_whole_tensors(codes=codes, explain=explain, adapter=adapter)
     storage_options, cache = options["storage_options"], options["cache"]
     ours, theirs = contents_of_all([a, b], storage_options)
-    with paused_collector():
-        sides = all_entries(ours), all_entries(theirs)
-    warn_of_unreadable(ours, sides[0])
-    if theirs.source != ours.source or not ours.source:
-        warn_of_unreadable(theirs, sides[1])
+    sides = _entries_of(ours, theirs)
     if names is None:
         names = _names_of_arrays([a, b], sides)
     tensors = filter_of(tensors, options, ours, theirs)
@@ -273,18 +275,20 @@ def compare(
     )
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
     rows = relate_known(rows, places, cache=cache)
-    inputs: list[_Input] = [
-        (matches, entry.shape, entry.gone, None)
+    variables = [
+        _Variable(matches, entry.shape, entry.gone)
         for matches, entry in zip(rows, entries, strict=True)
     ]
     sums: dict[str, tuple[float, ...]] = {}
     links = _links_in_place(rows, places) if explain else []
     find: Any = partial(_compare_all, progress=progress, cache=cache, sums=sums, links=links)
     if dim is not None:
-        entries, rows, inputs = _along(dim, entries, rows)
+        entries, rows, variables = _along(dim, entries, rows)
         find = partial(_compare_channels, progress=progress)
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
-    values = find(inputs) if compute else deferred(partial(bounded, find, bounds), inputs, shapes)
+    values = (
+        find(variables) if compute else deferred(partial(bounded, find, bounds), variables, shapes)
+    )
     is_tied = any(row.partner and row.partner.rule == TIED for matches in rows for row in matches)
     attrs = _attrs_of(entries, rows, has_names=names is not None or is_tied)
     summary = {}
@@ -303,7 +307,7 @@ def compare(
     statistics: tuple[str, ...] = MEASURES
     if codes:
         statistics += OF_CODES
-        values = _with_codes(inputs, values, sums, progress, cache=cache)
+        values = _with_codes(variables, values, sums, progress, cache=cache)
     result = laid_out(statistics, entries, values, attrs, ours)
     result.attrs |= {"status": list(STATUSES), **summary}
     if not ignore_attrs:
@@ -316,6 +320,16 @@ def _require_no_whole_tensors(*, codes: bool, explain: bool, adapter: Any) -> No
     if codes or explain:
         keyword = "codes=True" if codes else "explain=True" if adapter is None else "adapter"
         raise ValueError(f"{keyword} needs whole tensors at once: leave out dim and compute=False")
+
+
+def _entries_of(ours: OpenTensors, theirs: OpenTensors) -> tuple[list[Entry], list[Entry]]:
+    """Return the variables of both sides, with a warning of tensors that cannot be read."""
+    with paused_collector():
+        sides = all_entries(ours), all_entries(theirs)
+    warn_of_unreadable(ours, sides[0])
+    if theirs.source != ours.source or not ours.source:
+        warn_of_unreadable(theirs, sides[1])
+    return sides
 
 
 def _names_of_arrays(
@@ -477,18 +491,18 @@ def _measure_related(
 
 
 def _compare_all(
-    inputs: Sequence[_Input],
+    variables: Sequence[_Variable],
     *,
     progress: ProgressOption,
     cache: bool,
     sums: dict[str, tuple[float, ...]],
     links: Sequence[Link | None],
 ) -> list[Array]:
-    """Compare all pairs, add their `PAIR_SUMS` to `sums`, and return arrays shaped as inputs.
+    """Compare all pairs, add their `PAIR_SUMS` to `sums`, and return arrays shaped as variables.
 
     Links of the matches, if any, are examined at the same time.
     """
-    all_matches = [row for rows, *_ in inputs for row in rows]
+    all_matches = [row for variable in variables for row in variable.matches]
     numbers = [n for n, row in enumerate(all_matches) if row.measured is not None]
     matches = [all_matches[n] for n in numbers]
     pairs = [row.measured for row in matches if row.measured is not None]
@@ -505,18 +519,18 @@ def _compare_all(
     for values, row in zip(measures, matches, strict=True):
         if row.steps:  # the status is about elements at their own positions
             values[0] = STATUSES.index(row.status or "changed")
-    return _by_variable(inputs, measures, _unread)
+    return _by_variable(variables, measures, _unread)
 
 
 def _by_variable(
-    inputs: Sequence[_Input],
+    variables: Sequence[_Variable],
     statistics: Iterable[Sequence[float]],
     unread: Callable[[Match], Sequence[float]],
 ) -> list[Array]:
     """Return the array of each variable, from a row for each pair; `unread` makes other rows."""
     remaining = iter(statistics)
     arrays = []
-    for matches, shape, gone, grid in inputs:
+    for matches, shape, gone, grid in variables:
         extents = () if grid is None else grid.extents
         cells = prod(extents)
         rows = [
@@ -531,7 +545,7 @@ def _by_variable(
 
 
 def _with_codes(
-    inputs: Sequence[_Input],
+    variables: Sequence[_Variable],
     values: Sequence[Any],
     sums: dict[str, tuple[float, ...]],
     progress: ProgressOption,
@@ -539,7 +553,7 @@ def _with_codes(
     cache: bool,
 ) -> list[Any]:
     """Return the arrays of variables with the statistics of the codes of `b` appended."""
-    matches = [row for rows, *_ in inputs for row in rows if row.sides]
+    matches = [row for variable in variables for row in variable.matches if row.sides]
     pairs = [row.sides for row in matches if row.sides]
     table = np.array([sums[row.name] for row in matches]).reshape(-1, len(PAIR_SUMS))
     columns = dict(zip(PAIR_SUMS, table.T, strict=True))
@@ -554,7 +568,7 @@ def _with_codes(
         uses = use_of_codes([theirs for _, theirs in pairs], bar, cache=cache)
         clipped = clipping(pairs, sizes.tolist(), bar, cache=cache)
     code_columns = np.column_stack([uses, clipped, gains])
-    of_codes = _by_variable(inputs, code_columns, lambda _: [nan] * len(OF_CODES))
+    of_codes = _by_variable(variables, code_columns, lambda _: [nan] * len(OF_CODES))
     return [np.concatenate(arrays) for arrays in zip(values, of_codes, strict=True)]
 
 
@@ -563,12 +577,12 @@ def _with_codes(
 
 def _along(
     dim: Reduced, entries: Sequence[Entry], rows: Sequence[list[Match]]
-) -> tuple[list[Entry], list[list[Match]], list[_Input]]:
+) -> tuple[list[Entry], list[list[Match]], list[_Variable]]:
     """Select the variables that have any of the dimensions, and lay out their channels."""
     lengths = reduced_lengths(dim, entries)
     selected: list[Entry] = []
     selected_rows: list[list[Match]] = []
-    inputs: list[_Input] = []
+    variables: list[_Variable] = []
     for entry, matches in zip(entries, rows, strict=True):
         is_alone = not any(row.measured for row in matches)
         grid = None if is_alone else grid_of(entry, lengths)
@@ -579,7 +593,7 @@ def _along(
             text = f"{shown(str(entry.name))} has complex numbers, which are compared as a whole"
             warn(text)
             continue
-        inputs.append((matches, entry.shape, entry.gone, grid))
+        variables.append(_Variable(matches, entry.shape, entry.gone, grid))
         selected_rows.append(matches)
         if grid is not None:
             shape = (*entry.shape, *grid.extents)
@@ -587,26 +601,26 @@ def _along(
                 require_memory(prod(shape) * CELL_NBYTES, "Compare fewer of its channels at once")
             entry = entry._replace(dims=(*entry.dims, *grid.dims), shape=shape)  # noqa: PLW2901
         selected.append(entry)
-    return selected, selected_rows, inputs
+    return selected, selected_rows, variables
 
 
 def _compare_channels(
-    inputs: Sequence[_Input],
+    variables: Sequence[_Variable],
     *,
     progress: ProgressOption,
 ) -> list[Any]:
     """Compare all pairs by channels; return the array of each variable."""
     pairs, grids = [], []
-    for rows, *_, grid in inputs:
-        for row in rows:
+    for variable in variables:
+        for row in variable.matches:
             sides = row.in_place_of_a
-            if sides is not None and grid is not None:
+            if sides is not None and variable.grid is not None:
                 pairs.append(pair_of(*sides, row.name))
-                grids.append(grid)
+                grids.append(variable.grid)
     with Progress(progress, "comparison") as bar:
         finish = lambda _, channels: measures_of(channels.table()).T.reshape(-1)  # noqa: E731
         statistics = gather(pairs, Channels, finish, bar, arguments=grids)
-    return _by_variable(inputs, statistics, _unread)
+    return _by_variable(variables, statistics, _unread)
 
 
 def _attrs_of(

@@ -40,7 +40,7 @@ from xckpt.writing.payloads import Gathered, Payload, lazy_dask_array, source_fi
 from xckpt.writing.targets import Target, new_target, writer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import xarray as xr
     from dask.delayed import Delayed
@@ -284,18 +284,7 @@ def convert(
             readable = _readable_tensors(selected, fitting, source.name)
             sources = sources_of(source, index.shards)
             if names is not None:
-                from xckpt.datasets.row_orders import renamed_orders
-
-                facts = model_facts(index.attrs, format=index.format)
-                written = {tensor.name for tensor in readable}
-                old_names = {new: old for old, new in renamed.items() if new in written}
-                orders = renamed_orders(
-                    Structure([Described(t.name, t.dtype, t.shape) for t in readable], facts),
-                    old_names,
-                    source.name,
-                )
-                for change, of_change in orders.items():
-                    fitting.changes.add_all(change, of_change)
+                _note_orders(fitting, readable, renamed, index, source.name)
             gathered = Gathered(
                 [_payload(tensor, sources, verify) for tensor in readable],
                 edited_attrs(read_later(index.attrs, sources), set_attrs, unset_attrs),
@@ -329,6 +318,23 @@ def _readable_tensors(selected: list[Tensor], fitting: Fitting, source: str) -> 
     readable = [tensor for tensor in selected if tensor.problem is None]
     fitting.require_readable(len(readable), source)
     return readable
+
+
+def _note_orders(
+    fitting: Fitting,
+    tensors: Sequence[Tensor],
+    renamed: Mapping[str, str],
+    index: Index,
+    source: str,
+) -> None:
+    """Note the tensors whose new names stand for another order of their rows."""
+    from xckpt.datasets.row_orders import renamed_orders
+
+    facts = model_facts(index.attrs, format=index.format)
+    structure = Structure([Described(t.name, t.dtype, t.shape) for t in tensors], facts)
+    old_names = {new: old for old, new in renamed.items() if new in structure}
+    for change, names in renamed_orders(structure, old_names, source).items():
+        fitting.changes.add_all(change, names)
 
 
 def _recasts_of(fitting: Fitting) -> tuple[Recast, ...]:
