@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import isnan, nan, prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 import xarray as xr
@@ -65,13 +66,45 @@ if TYPE_CHECKING:
     from xckpt.typing import Array, Dataset
 
 
-class _Variable(NamedTuple):
-    """A variable of the result."""
+@dataclass(slots=True)
+class _Variable:
+    """A variable of the result: the matches of its tensors, and what is found out about them."""
 
+    entry: Entry
     matches: Sequence[Match]
-    shape: tuple[int, ...]
-    gone: Any  # mask of missing tensors; None without one
     grid: ChannelGrid | None = None  # None if it is compared as a whole
+    links: Sequence[Link | None] = ()  # of the matches; empty if none are examined
+    values: Any = None  # statistics come first
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the statistics: that of the stack, and then the channels."""
+        return (*self.entry.shape, *(self.grid.extents if self.grid else ()))
+
+    @property
+    def laid_entry(self) -> Entry:
+        """The variable with the dimensions of the statistics."""
+        dims = (*self.entry.dims, *(self.grid.dims if self.grid else ()))
+        return self.entry._replace(dims=dims, shape=self.shape)
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Places of the matches in the stack, which may lack tensors."""
+        gone = self.entry.gone
+        return range(len(self.matches)) if gone is None else np.flatnonzero(~gone.ravel()).tolist()
+
+    def by_place(self, results: Sequence[Any]) -> Sequence[Any]:
+        """Return one result for each place of the stack; None where a tensor is missing."""
+        if self.entry.gone is None:
+            return results
+        of_place = dict(zip(self.places, results, strict=True))
+        return [of_place.get(place) for place in range(self.entry.gone.size)]
+
+    def add_texts(self, key: str, texts: Iterable[str | None]) -> None:
+        """Add an attribute with a text for each match: a list if they are stacked."""
+        by_place = [text or "" for text in self.by_place(list(texts))]
+        self.attrs[key] = by_place if self.entry.dims else by_place[0]
 
 
 @renamed("other", "b")
@@ -275,43 +308,39 @@ def compare(
     )
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
     rows = relate_known(rows, places, cache=cache)
-    variables = [
-        _Variable(matches, entry.shape, entry.gone)
-        for matches, entry in zip(rows, entries, strict=True)
-    ]
+    variables = [_Variable(*of_one) for of_one in zip(entries, rows, strict=True)]
     sums: dict[str, tuple[float, ...]] = {}
-    links = _links_in_place(rows, places) if explain else []
-    find: Any = partial(_compare_all, progress=progress, cache=cache, sums=sums, links=links)
+    find: Any = partial(_compare_all, progress=progress, cache=cache, sums=sums)
     if dim is not None:
-        entries, rows, variables = _along(dim, entries, rows)
+        variables = _along(dim, variables)
         find = partial(_compare_channels, progress=progress)
-    shapes = [(len(MEASURES), *entry.shape) for entry in entries]
-    values = (
-        find(variables) if compute else deferred(partial(bounded, find, bounds), variables, shapes)
-    )
-    is_tied = any(row.partner and row.partner.rule == TIED for matches in rows for row in matches)
-    attrs = _attrs_of(entries, rows, has_names=names is not None or is_tied)
+    if explain:
+        _add_links(variables, places)
+    values = find(variables) if compute else _deferred(partial(bounded, find, bounds), variables)
+    for variable, of_one in zip(variables, values, strict=True):
+        variable.values = of_one
+    _add_attrs(variables, has_names=names is not None)
     summary = {}
     if explain:
-        merges = _merges_of(adapter, ours, rows, storage_options)
-        summary = _add_explanations(
-            *(entries, rows, values, attrs),
-            places=places,
-            sums=sums,
-            progress=progress,
-            links=links,
-            merges=merges,
-        )
+        merges = _merges_of(adapter, ours, variables, storage_options)
+        summary = _add_explanations(variables, places, sums, progress, merges)
     if compute:  # explanations take close tensors as changed
-        values = mark_close(values, bounds)
+        mark_close([variable.values for variable in variables], bounds)
     statistics: tuple[str, ...] = MEASURES
     if codes:
         statistics += OF_CODES
-        values = _with_codes(variables, values, sums, progress, cache=cache)
-    result = laid_out(statistics, entries, values, attrs, ours)
+        _add_codes(variables, sums, progress, cache=cache)
+    result = laid_out(
+        statistics,
+        [variable.laid_entry for variable in variables],
+        [variable.values for variable in variables],
+        [variable.attrs for variable in variables],
+        ours,
+    )
     result.attrs |= {"status": list(STATUSES), **summary}
     if not ignore_attrs:
-        state_attributes(result, attribute_changes(ours, theirs, rows))
+        matches = [variable.matches for variable in variables]
+        state_attributes(result, attribute_changes(ours, theirs, matches))
     return _with_origins(result, sums, theirs)
 
 
@@ -380,44 +409,46 @@ def _warn_of_no_match(
     warn(text)
 
 
-def _links_in_place(rows: Sequence[Sequence[Match]], places: Places) -> list[Link | None]:
-    """Return the links of all matches, to be examined in the pass that measures them."""
+def _deferred(find: Callable[..., list[Array]], variables: Sequence[_Variable]) -> list[Any]:
+    """Return dask arrays of the statistics of variables, without the objects that these are of."""
+    shapes = [(len(MEASURES), *variable.shape) for variable in variables]
+    alone = [replace(v, entry=v.entry._replace(tensors=None, streams=())) for v in variables]
+    return deferred(find, alone, shapes)
+
+
+def _add_links(variables: Iterable[_Variable], places: Places) -> None:
+    """Link both sides of each match, to be examined in the pass that measures them."""
     from xckpt.comparison.relations.verification import Link, sides_after
 
-    links: list[Link | None] = []
-    for match in chain.from_iterable(rows):
-        link = None
+    def link(match: Match) -> Link | None:
         ours, theirs, partner = match.ours, match.theirs, match.partner
-        if match.measured is not None and ours is not None and theirs is not None and match.size:
-            names = match.name, partner.name if partner else match.name
-            order = sides_after(ours, theirs, match.steps)
-            link = Link(names, [order], places.offset(names))
-        links.append(link)
-    return links
+        if match.measured is None or ours is None or theirs is None or not match.size:
+            return None
+        names = match.name, partner.name if partner else match.name
+        return Link(names, [sides_after(ours, theirs, match.steps)], places.offset(names))
+
+    for variable in variables:
+        variable.links = [*map(link, variable.matches)]
 
 
 def _merges_of(
-    adapter: Any, ours: OpenTensors, rows: Sequence[Sequence[Match]], storage_options: Any
+    adapter: Any, ours: OpenTensors, variables: Iterable[_Variable], storage_options: Any
 ) -> Merges | None:
     """Return the merges of an adapter into the tensors of `a`; None without an adapter."""
     if adapter is None:
         return None
     from xckpt.comparison.merges import open_merges
 
-    names = dict.fromkeys(row.name for row in chain.from_iterable(rows) if row.ours is not None)
+    matches = chain.from_iterable(variable.matches for variable in variables)
+    names = dict.fromkeys(match.name for match in matches if match.ours is not None)
     return open_merges(adapter, ours, names, storage_options)
 
 
 def _add_explanations(
-    entries: Sequence[Entry],
-    rows: Sequence[Sequence[Match]],
-    values: Sequence[Any],
-    attrs: Sequence[dict[str, Any]],
-    *,
+    variables: Sequence[_Variable],
     places: Places,
     sums: dict[str, tuple[float, ...]],
     progress: ProgressOption,
-    links: Sequence[Link | None],
     merges: Merges | None,
 ) -> dict[str, str]:
     """Add explanations to the attributes of variables; return the sentence about all of them."""
@@ -425,38 +456,43 @@ def _add_explanations(
     from xckpt.comparison.explaining.passes import explain
 
     cases = []
-    remaining_links = iter(links)
-    for entry, matches, measured in zip(entries, rows, values, strict=True):
-        table = measured.reshape(len(MEASURES), -1).T
-        present = table if entry.gone is None else table[~entry.gone.ravel()]
-        for row, numbers in zip(matches, present.tolist(), strict=True):
+    for variable in variables:
+        table = variable.values.reshape(len(MEASURES), -1).T
+        measured = table[list(variable.places)].tolist()
+        for match, link, numbers in zip(variable.matches, variable.links, measured, strict=True):
             status = "" if isnan(numbers[0]) else STATUSES[int(numbers[0])]
-            statistics = dict(zip(MEASURES, numbers, strict=True))
-            cases.append(Case(row, status, statistics, next(remaining_links)))
+            cases.append(Case(match, status, dict(zip(MEASURES, numbers, strict=True)), link))
 
     def measure(pairs: Sequence[Zip | ChunkedZip]) -> list[dict[str, float]]:
         rows = compare_pairs(pairs, progress=False, cache=False)
         return [dict(zip(MEASURES, row, strict=True)) for row in rows.tolist()]
 
     explanations = explain(cases, places, measure, progress, merges)
-    _measure_related(entries, cases, values, explanations, sums)
-    remaining = iter(explanations)
-    for entry, matches, attr in zip(entries, rows, attrs, strict=True):
-        entry_explanations = _fill_places(entry, [next(remaining) for _ in matches])
-        attr.update(explained_attrs(entry_explanations, is_stacked=bool(entry.dims)))
+    related = _related_sums(cases, explanations)
+    columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
+    sums |= {cases[n].match.name: tuple(row[columns].tolist()) for n, row in related.items()}
+    rows = np.array([*related.values()]).reshape(-1, len(PAIR_COLUMNS))
+    measures = dict(zip(related, measures_of_pairs(rows), strict=True))
+    first = 0
+    for variable in variables:
+        numbers = range(first, first := first + len(variable.matches))
+        by_place = variable.by_place([explanations[n] for n in numbers])
+        variable.attrs |= explained_attrs(by_place, is_stacked=bool(variable.entry.dims))
+        for n, place in zip(numbers, variable.places, strict=True):
+            if n in measures:  # of the elements that belong together; the status stays
+                variable.values.reshape(len(MEASURES), -1)[1:, place] = measures[n][1:]
     return {"explanation": sentence(cases, explanations)}
 
 
-def _measure_related(
-    entries: Sequence[Entry],
-    cases: Sequence[Case],
-    values: Sequence[Any],
-    explanations: Sequence[Explanation | None],
-    sums: dict[str, tuple[float, ...]],
-) -> None:
-    """Measure the elements that belong together where the explanations have found them."""
+def _related_sums(
+    cases: Sequence[Case], explanations: Sequence[Explanation | None]
+) -> dict[int, Array]:
+    """Return `PAIR_COLUMNS` of the elements that belong together, by the number of the case.
+
+    Others are measured already, element by element at their own places.
+    """
     partners = {case.match.name: case.match.theirs for case in cases if case.status == "only_b"}
-    rows: dict[int, Sequence[float]] = {}
+    related: dict[int, Array] = {}
     pairs: dict[int, Any] = {}
     for n, (case, explanation) in enumerate(zip(cases, explanations, strict=True)):
         if explanation is None or case.status == "only_b":
@@ -464,30 +500,15 @@ def _measure_related(
         partner = partners.get(", ".join(explanation.other_names))
         is_moved = bool(explanation.steps) or case.status == "only_a"
         if is_moved and explanation.is_admitted and explanation.measures is not None:
-            rows[n] = explanation.measures
+            related[n] = np.array(explanation.measures, np.float64)
         elif (
             case.match.ours is not None
             and partner is not None
             and case.match.ours.array.shape == partner.array.shape
         ):
             pairs[n] = pair_of(case.match.ours, partner, case.match.name)
-    own_places = summed(list(pairs.values()), progress=False, cache=False)
-    rows |= zip(pairs, own_places.tolist(), strict=True)
-    columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
-    places = (
-        (array.reshape(len(MEASURES), -1), position)
-        for entry, array in zip(entries, values, strict=True)
-        for position in (
-            range(array[0].size) if entry.gone is None else np.flatnonzero(~entry.gone.ravel())
-        )
-    )
-    related = np.array([*rows.values()], np.float64).reshape(-1, len(PAIR_COLUMNS))
-    measures = dict(zip(rows, measures_of_pairs(related), strict=True))
-    for n, (table, position) in enumerate(places):
-        if n in rows:
-            table[1:, position] = measures[n][1:]
-    names = [cases[n].match.name for n in rows]
-    sums |= zip(names, map(tuple, related[:, columns].tolist()), strict=True)
+    in_place = summed(list(pairs.values()), progress=False, cache=False)
+    return related | dict(zip(pairs, in_place, strict=True))
 
 
 def _compare_all(
@@ -496,29 +517,32 @@ def _compare_all(
     progress: ProgressOption,
     cache: bool,
     sums: dict[str, tuple[float, ...]],
-    links: Sequence[Link | None],
 ) -> list[Array]:
-    """Compare all pairs, add their `PAIR_SUMS` to `sums`, and return arrays shaped as variables.
+    """Compare all pairs, add their `PAIR_SUMS` to `sums`, and return the values of variables.
 
     Links of the matches, if any, are examined at the same time.
     """
-    all_matches = [row for variable in variables for row in variable.matches]
-    numbers = [n for n, row in enumerate(all_matches) if row.measured is not None]
-    matches = [all_matches[n] for n in numbers]
-    pairs = [row.measured for row in matches if row.measured is not None]
+    measured = [match for v in variables for match in v.matches if match.measured is not None]
+    pairs = [match.measured for match in measured if match.measured is not None]
+    links = [
+        link
+        for v in variables
+        for match, link in zip(v.matches, v.links, strict=False)
+        if match.measured is not None
+    ]
     find = None
     if links:
         from xckpt.comparison.relations.verification import compare_and_examine
 
-        of_pairs = [links[n] for n in numbers]
-        find = partial(compare_and_examine, pairs, of_pairs, cache=cache)
+        find = partial(compare_and_examine, pairs, links, cache=cache)
     table = summed(pairs, progress=progress, cache=cache, find=find)
     columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
-    sums |= zip([row.name for row in matches], map(tuple, table[:, columns].tolist()), strict=True)
+    names = [match.name for match in measured]
+    sums |= zip(names, map(tuple, table[:, columns].tolist()), strict=True)
     measures = measures_of_pairs(table)
-    for values, row in zip(measures, matches, strict=True):
-        if row.steps:  # the status is about elements at their own positions
-            values[0] = STATUSES.index(row.status or "changed")
+    for values, match in zip(measures, measured, strict=True):
+        if match.steps:  # the status is about elements at their own positions
+            values[0] = STATUSES.index(match.status or "changed")
     return _by_variable(variables, measures, _unread)
 
 
@@ -530,29 +554,29 @@ def _by_variable(
     """Return the array of each variable, from a row for each pair; `unread` makes other rows."""
     remaining = iter(statistics)
     arrays = []
-    for matches, shape, gone, grid in variables:
-        extents = () if grid is None else grid.extents
+    for variable in variables:
+        shape, gone = variable.entry.shape, variable.entry.gone
+        extents = () if variable.grid is None else variable.grid.extents
         cells = prod(extents)
         rows = [
             np.repeat(unread(match), cells) if match.measured is None else next(remaining)
-            for match in matches
+            for match in variable.matches
         ]
         # The number of columns, which an empty tensor without cells does not show.
-        width = len(unread(matches[0]))
+        width = len(unread(variable.matches[0]))
         columns = laid(np.array(rows, np.float64), shape, gone).reshape(width, cells, *shape)
         arrays.append(np.moveaxis(columns, 1, -1).reshape(len(columns), *shape, *extents))
     return arrays
 
 
-def _with_codes(
+def _add_codes(
     variables: Sequence[_Variable],
-    values: Sequence[Any],
-    sums: dict[str, tuple[float, ...]],
+    sums: Mapping[str, tuple[float, ...]],
     progress: ProgressOption,
     *,
     cache: bool,
-) -> list[Any]:
-    """Return the arrays of variables with the statistics of the codes of `b` appended."""
+) -> None:
+    """Append the statistics of the codes of `b` to the values of variables."""
     matches = [row for variable in variables for row in variable.matches if row.sides]
     pairs = [row.sides for row in matches if row.sides]
     table = np.array([sums[row.name] for row in matches]).reshape(-1, len(PAIR_SUMS))
@@ -569,47 +593,38 @@ def _with_codes(
         clipped = clipping(pairs, sizes.tolist(), bar, cache=cache)
     code_columns = np.column_stack([uses, clipped, gains])
     of_codes = _by_variable(variables, code_columns, lambda _: [nan] * len(OF_CODES))
-    return [np.concatenate(arrays) for arrays in zip(values, of_codes, strict=True)]
+    for variable, array in zip(variables, of_codes, strict=True):
+        variable.values = np.concatenate([variable.values, array])
 
 
 # --- channels and blocks -------------------------------------------------------------------------
 
 
-def _along(
-    dim: Reduced, entries: Sequence[Entry], rows: Sequence[list[Match]]
-) -> tuple[list[Entry], list[list[Match]], list[_Variable]]:
+def _along(dim: Reduced, variables: Sequence[_Variable]) -> list[_Variable]:
     """Select the variables that have any of the dimensions, and lay out their channels."""
-    lengths = reduced_lengths(dim, entries)
-    selected: list[Entry] = []
-    selected_rows: list[list[Match]] = []
-    variables: list[_Variable] = []
-    for entry, matches in zip(entries, rows, strict=True):
-        is_alone = not any(row.measured for row in matches)
-        grid = None if is_alone else grid_of(entry, lengths)
-        if grid is None and not is_alone:
+    lengths = reduced_lengths(dim, [variable.entry for variable in variables])
+    selected: list[_Variable] = []
+    for variable in variables:
+        entry, matches = variable.entry, variable.matches
+        is_alone = not any(match.measured for match in matches)
+        variable.grid = None if is_alone else grid_of(entry, lengths)
+        if variable.grid is None and not is_alone:
             continue
-        streams = [stream for row in matches for stream in row.sides or ()]
+        streams = [stream for match in matches for stream in match.sides or ()]
         if any(stream.array.dtype.kind == "c" for stream in streams):
             text = f"{shown(str(entry.name))} has complex numbers, which are compared as a whole"
             warn(text)
             continue
-        variables.append(_Variable(matches, entry.shape, entry.gone, grid))
-        selected_rows.append(matches)
-        if grid is not None:
-            shape = (*entry.shape, *grid.extents)
+        if variable.grid is not None:
             with locating(tensor=str(entry.name)):
-                require_memory(prod(shape) * CELL_NBYTES, "Compare fewer of its channels at once")
-            entry = entry._replace(dims=(*entry.dims, *grid.dims), shape=shape)  # noqa: PLW2901
-        selected.append(entry)
-    return selected, selected_rows, variables
+                nbytes = prod(variable.shape) * CELL_NBYTES
+                require_memory(nbytes, "Compare fewer of its channels at once")
+        selected.append(variable)
+    return selected
 
 
-def _compare_channels(
-    variables: Sequence[_Variable],
-    *,
-    progress: ProgressOption,
-) -> list[Any]:
-    """Compare all pairs by channels; return the array of each variable."""
+def _compare_channels(variables: Sequence[_Variable], *, progress: ProgressOption) -> list[Array]:
+    """Compare all pairs by channels; return the values of variables."""
     pairs, grids = [], []
     for variable in variables:
         for row in variable.matches:
@@ -623,33 +638,22 @@ def _compare_channels(
     return _by_variable(variables, statistics, _unread)
 
 
-def _attrs_of(
-    entries: Sequence[Entry], rows: Sequence[Sequence[Match]], *, has_names: bool
-) -> list[dict[str, Any]]:
-    """Return the attributes of each variable: shapes that differ, and names in `b`."""
-    texts = [
-        "; ".join(f"{row.name}: {row.shapes}" for row in matches if row.shapes) for matches in rows
-    ]
-    attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
-    for attr, entry, matches in zip(attrs, entries, rows, strict=True) if has_names else ():
-        partners = _fill_places(entry, [row.partner for row in matches])
-        for field, key in enumerate(("other_name", "matched_by")):
-            field_texts = [partner[field] if partner else "" for partner in partners]
-            attr[key] = field_texts if entry.dims else field_texts[0]
-    if any(row.steps for matches in rows for row in matches):
-        for attr, entry, matches in zip(attrs, entries, rows, strict=True):
-            relations = _fill_places(entry, [row.relation for row in matches])
-            texts = [text or "" for text in relations]
-            attr["relation"] = texts if entry.dims else texts[0]
-    return attrs
-
-
-def _fill_places(entry: Entry, results: Sequence[Any]) -> Sequence[Any]:
-    """Return one result for each place of a variable; None where a tensor is missing."""
-    if entry.gone is None:
-        return results
-    remaining = iter(results)
-    return [None if is_gone else next(remaining) for is_gone in entry.gone.ravel()]
+def _add_attrs(variables: Sequence[_Variable], *, has_names: bool) -> None:
+    """Add the attributes of each variable: shapes that differ, names in `b`, and steps."""
+    all_matches = [match for variable in variables for match in variable.matches]
+    has_names |= any(match.partner and match.partner.rule == TIED for match in all_matches)
+    has_steps = any(match.steps for match in all_matches)
+    for variable in variables:
+        matches = variable.matches
+        shapes = [f"{match.name}: {match.shapes}" for match in matches if match.shapes]
+        if shapes:
+            variable.attrs["shapes"] = "; ".join(shapes)
+        if has_names:
+            partners = [match.partner for match in matches]
+            variable.add_texts("other_name", (p and p.name for p in partners))
+            variable.add_texts("matched_by", (p and p.rule for p in partners))
+        if has_steps:
+            variable.add_texts("relation", (match.relation for match in matches))
 
 
 # --- measures ------------------------------------------------------------------------------------
