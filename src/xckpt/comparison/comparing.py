@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
-from math import isnan, nan, prod
+from math import nan, prod
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
@@ -21,7 +20,6 @@ from xckpt.comparison.measure import (
     PAIR_SUMS,
     bounded,
     checked_bounds,
-    compare_pairs,
     mark_close,
     measures_of,
     measures_of_pairs,
@@ -53,10 +51,7 @@ from xckpt.storage.limits import require_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from xckpt.arrays.streams import ChunkedZip, Zip
     from xckpt.comparison.cells import ChannelGrid, Reduced
-    from xckpt.comparison.explaining.outcome import Case, Explanation
-    from xckpt.comparison.merges import Merges
     from xckpt.comparison.relations.verification import Link
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
@@ -67,7 +62,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Variable:
+class Compared:
     """A variable of the result: the matches of its tensors, and what is found out about them."""
 
     entry: Entry
@@ -308,22 +303,26 @@ def compare(
     )
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
     rows = relate_known(rows, places, cache=cache)
-    variables = [_Variable(*of_one) for of_one in zip(entries, rows, strict=True)]
+    variables = [Compared(*of_one) for of_one in zip(entries, rows, strict=True)]
     sums: dict[str, tuple[float, ...]] = {}
     find: Any = partial(_compare_all, progress=progress, cache=cache, sums=sums)
     if dim is not None:
         variables = _along(dim, variables)
         find = partial(_compare_channels, progress=progress)
     if explain:
-        _add_links(variables, places)
+        from xckpt.comparison.explaining.results import add_links
+
+        add_links(variables, places)
     values = find(variables) if compute else _deferred(partial(bounded, find, bounds), variables)
     for variable, of_one in zip(variables, values, strict=True):
         variable.values = of_one
     _add_attrs(variables, has_names=names is not None)
     summary = {}
     if explain:
-        merges = _merges_of(adapter, ours, variables, storage_options)
-        summary = _add_explanations(variables, places, sums, progress, merges)
+        from xckpt.comparison.explaining.results import add_explanations, merges_of
+
+        merges = merges_of(adapter, ours, variables, storage_options)
+        summary = add_explanations(variables, places, sums, progress, merges)
     if compute:  # explanations take close tensors as changed
         mark_close([variable.values for variable in variables], bounds)
     statistics: tuple[str, ...] = MEASURES
@@ -409,110 +408,15 @@ def _warn_of_no_match(
     warn(text)
 
 
-def _deferred(find: Callable[..., list[Array]], variables: Sequence[_Variable]) -> list[Any]:
+def _deferred(find: Callable[..., list[Array]], variables: Sequence[Compared]) -> list[Any]:
     """Return dask arrays of the statistics of variables, without the objects that these are of."""
     shapes = [(len(MEASURES), *variable.shape) for variable in variables]
     alone = [replace(v, entry=v.entry._replace(tensors=None, streams=())) for v in variables]
     return deferred(find, alone, shapes)
 
 
-def _add_links(variables: Iterable[_Variable], places: Places) -> None:
-    """Link both sides of each match, to be examined in the pass that measures them."""
-    from xckpt.comparison.relations.verification import Link, sides_after
-
-    def link(match: Match) -> Link | None:
-        ours, theirs, partner = match.ours, match.theirs, match.partner
-        if match.measured is None or ours is None or theirs is None or not match.size:
-            return None
-        names = match.name, partner.name if partner else match.name
-        return Link(names, [sides_after(ours, theirs, match.steps)], places.offset(names))
-
-    for variable in variables:
-        variable.links = [*map(link, variable.matches)]
-
-
-def _merges_of(
-    adapter: Any, ours: OpenTensors, variables: Iterable[_Variable], storage_options: Any
-) -> Merges | None:
-    """Return the merges of an adapter into the tensors of `a`; None without an adapter."""
-    if adapter is None:
-        return None
-    from xckpt.comparison.merges import open_merges
-
-    matches = chain.from_iterable(variable.matches for variable in variables)
-    names = dict.fromkeys(match.name for match in matches if match.ours is not None)
-    return open_merges(adapter, ours, names, storage_options)
-
-
-def _add_explanations(
-    variables: Sequence[_Variable],
-    places: Places,
-    sums: dict[str, tuple[float, ...]],
-    progress: ProgressOption,
-    merges: Merges | None,
-) -> dict[str, str]:
-    """Add explanations to the attributes of variables; return the sentence about all of them."""
-    from xckpt.comparison.explaining.outcome import Case, explained_attrs, sentence
-    from xckpt.comparison.explaining.passes import explain
-
-    cases = []
-    for variable in variables:
-        table = variable.values.reshape(len(MEASURES), -1).T
-        measured = table[list(variable.places)].tolist()
-        for match, link, numbers in zip(variable.matches, variable.links, measured, strict=True):
-            status = "" if isnan(numbers[0]) else STATUSES[int(numbers[0])]
-            cases.append(Case(match, status, dict(zip(MEASURES, numbers, strict=True)), link))
-
-    def measure(pairs: Sequence[Zip | ChunkedZip]) -> list[dict[str, float]]:
-        rows = compare_pairs(pairs, progress=False, cache=False)
-        return [dict(zip(MEASURES, row, strict=True)) for row in rows.tolist()]
-
-    explanations = explain(cases, places, measure, progress, merges)
-    related = _related_sums(cases, explanations)
-    columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
-    sums |= {cases[n].match.name: tuple(row[columns].tolist()) for n, row in related.items()}
-    rows = np.array([*related.values()]).reshape(-1, len(PAIR_COLUMNS))
-    measures = dict(zip(related, measures_of_pairs(rows), strict=True))
-    first = 0
-    for variable in variables:
-        numbers = range(first, first := first + len(variable.matches))
-        by_place = variable.by_place([explanations[n] for n in numbers])
-        variable.attrs |= explained_attrs(by_place, is_stacked=bool(variable.entry.dims))
-        for n, place in zip(numbers, variable.places, strict=True):
-            if n in measures:  # of the elements that belong together; the status stays
-                variable.values.reshape(len(MEASURES), -1)[1:, place] = measures[n][1:]
-    return {"explanation": sentence(cases, explanations)}
-
-
-def _related_sums(
-    cases: Sequence[Case], explanations: Sequence[Explanation | None]
-) -> dict[int, Array]:
-    """Return `PAIR_COLUMNS` of the elements that belong together, by the number of the case.
-
-    Others are measured already, element by element at their own places.
-    """
-    partners = {case.match.name: case.match.theirs for case in cases if case.status == "only_b"}
-    related: dict[int, Array] = {}
-    pairs: dict[int, Any] = {}
-    for n, (case, explanation) in enumerate(zip(cases, explanations, strict=True)):
-        if explanation is None or case.status == "only_b":
-            continue
-        partner = partners.get(", ".join(explanation.other_names))
-        is_moved = bool(explanation.steps) or case.status == "only_a"
-        if is_moved and explanation.is_admitted and explanation.measures is not None:
-            related[n] = np.array(explanation.measures, np.float64)
-        elif (
-            case.match.ours is not None
-            and partner is not None
-            and case.match.ours.array.shape == partner.array.shape
-        ):
-            pairs[n] = pair_of(case.match.ours, partner, case.match.name)
-    in_place = summed(list(pairs.values()), progress=False, cache=False)
-    return related | dict(zip(pairs, in_place, strict=True))
-
-
 def _compare_all(
-    variables: Sequence[_Variable],
+    variables: Sequence[Compared],
     *,
     progress: ProgressOption,
     cache: bool,
@@ -547,7 +451,7 @@ def _compare_all(
 
 
 def _by_variable(
-    variables: Sequence[_Variable],
+    variables: Sequence[Compared],
     statistics: Iterable[Sequence[float]],
     unread: Callable[[Match], Sequence[float]],
 ) -> list[Array]:
@@ -570,7 +474,7 @@ def _by_variable(
 
 
 def _add_codes(
-    variables: Sequence[_Variable],
+    variables: Sequence[Compared],
     sums: Mapping[str, tuple[float, ...]],
     progress: ProgressOption,
     *,
@@ -600,10 +504,10 @@ def _add_codes(
 # --- channels and blocks -------------------------------------------------------------------------
 
 
-def _along(dim: Reduced, variables: Sequence[_Variable]) -> list[_Variable]:
+def _along(dim: Reduced, variables: Sequence[Compared]) -> list[Compared]:
     """Select the variables that have any of the dimensions, and lay out their channels."""
     lengths = reduced_lengths(dim, [variable.entry for variable in variables])
-    selected: list[_Variable] = []
+    selected: list[Compared] = []
     for variable in variables:
         entry, matches = variable.entry, variable.matches
         is_alone = not any(match.measured for match in matches)
@@ -623,7 +527,7 @@ def _along(dim: Reduced, variables: Sequence[_Variable]) -> list[_Variable]:
     return selected
 
 
-def _compare_channels(variables: Sequence[_Variable], *, progress: ProgressOption) -> list[Array]:
+def _compare_channels(variables: Sequence[Compared], *, progress: ProgressOption) -> list[Array]:
     """Compare all pairs by channels; return the values of variables."""
     pairs, grids = [], []
     for variable in variables:
@@ -638,7 +542,7 @@ def _compare_channels(variables: Sequence[_Variable], *, progress: ProgressOptio
     return _by_variable(variables, statistics, _unread)
 
 
-def _add_attrs(variables: Sequence[_Variable], *, has_names: bool) -> None:
+def _add_attrs(variables: Sequence[Compared], *, has_names: bool) -> None:
     """Add the attributes of each variable: shapes that differ, names in `b`, and steps."""
     all_matches = [match for variable in variables for match in variable.matches]
     has_names |= any(match.partner and match.partner.rule == TIED for match in all_matches)
