@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Compared:
-    """A variable of the result: the matches of its tensors, and what is found out about them."""
+    """A variable of the result: the matches of its tensors, their statistics and attributes."""
 
     entry: Entry
     matches: Sequence[Match]
@@ -74,7 +74,7 @@ class Compared:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the statistics: that of the stack, and then the channels."""
+        """Shape of a statistic: the stack, and then the channels."""
         return (*self.entry.shape, *(self.grid.extents if self.grid else ()))
 
     @property
@@ -409,7 +409,7 @@ def _warn_of_no_match(
 
 
 def _deferred(find: Callable[..., list[Array]], variables: Sequence[Compared]) -> list[Any]:
-    """Return dask arrays of the statistics of variables, without the objects that these are of."""
+    """Return dask arrays of the statistics, whose graphs hold no opened object."""
     shapes = [(len(MEASURES), *variable.shape) for variable in variables]
     alone = [replace(v, entry=v.entry._replace(tensors=None, streams=())) for v in variables]
     return deferred(find, alone, shapes)

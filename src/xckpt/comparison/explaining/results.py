@@ -1,4 +1,4 @@
-"""Explanations of the variables of a comparison: what is examined with them, and what is added."""
+"""Explanations of the variables of a comparison, as attributes, measures and sums."""
 
 from __future__ import annotations
 
