@@ -632,6 +632,20 @@ class TestResults:
         assert names("out") == ["adapter_model.safetensors"]
         assert not any("averaged" in str(warning.message) for warning in warnings)
 
+    def test_edits_of_the_config_of_an_adapter_are_written(self) -> None:
+        adapter = xckpt.open("lora")
+        new = adapter.attrs["adapter_config"] | {"lora_alpha": 8, "base_model_name_or_path": "me/b"}
+        adapter.assign_attrs(adapter_config=new).ckpt.save("out/")
+        assert json.loads(Path("out/adapter_config.json").read_text()) == new
+        xckpt.convert("lora", "converted/", set_attrs={"adapter_config": new})
+        assert json.loads(Path("converted/adapter_config.json").read_text()) == new
+
+    def test_the_config_of_a_new_rank_is_written(self) -> None:
+        a, b = xckpt.open("lora"), xckpt.open("lora-2")
+        config = a.attrs["adapter_config"] | {"r": 4, "lora_alpha": 8}
+        xr.concat([a, b], "rank").assign_attrs(adapter_config=config).ckpt.save("out/")
+        assert json.loads(Path("out/adapter_config.json").read_text()) == config
+
     def test_an_adapter_in_memory_has_its_name_and_config(self) -> None:
         with pytest.warns(CheckpointWarning, match=r"attributes.*'adapter_config\.json'"):
             ((xckpt.open("lora") + xckpt.open("lora-2")) / 2).compute().ckpt.save("out/")

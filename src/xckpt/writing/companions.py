@@ -157,12 +157,12 @@ def companions_of(
     names = [CONFIG, ADAPTER_CONFIG, *_OF_MODEL, *_OF_TOKENIZER] if origin.folder else []
     place = origin.folder or Path()
     files = {name: path for name in names if is_readable(path := place / name)}
-    parsed = {name: read_json(files[name]) for name in files if name in PARSED}
+    parsed = {name: read_json(files[name]) for name in files if name in {*PARSED, ADAPTER_CONFIG}}
     # Written anew, as there is no file to copy.
     stated = {name: config for name, config in origin.configs.items() if name not in files}
     config = (parsed | stated).get(CONFIG) or {}
     sources = {tensor.name: _source(tensor) for tensor in tensors.values()}
-    edited = origin.edited(config)
+    edited = origin.edited(CONFIG, config)
     if edited.get(_TYPE) != config.get(_TYPE):
         before = []  # the tensors of another model
     fit = _fit(config, edited, before, after, sources)
@@ -175,11 +175,14 @@ def companions_of(
     fit_quantization(fit, dense, is_quantized=is_quantized)
     _check_order(fit, origin, tensors.values(), after, files)
     _check_experts(changes, origin, tensors.values(), fit.config)
-    dropped = _other_ranks({**files, **stated}.get(ADAPTER_CONFIG), before, after)
+    of_adapter = (parsed | stated).get(ADAPTER_CONFIG) or {}
+    adapter = origin.edited(ADAPTER_CONFIG, of_adapter)
+    dropped = _other_ranks(adapter, before, after)
     dropped |= _reasons(fit, [*files, *stated], len(before))
     # Kernels of codes compute in the type that the config states.
     fitted = fit.config if quantized else _with_types(fit.config, after)
     new = parsed | stated | ({CONFIG: fitted} if config else {})
+    new |= {ADAPTER_CONFIG: adapter} if of_adapter else {}
     contents: dict[str, bytes | Path] = {}
     for name in [*files, *stated]:
         if name in dropped:
@@ -365,10 +368,9 @@ def _other_scales(folder: Path, others: Iterable[Path]) -> Iterator[str]:
 
 
 def _other_ranks(
-    adapter: Any, before: Iterable[Described], after: Iterable[Described]
+    config: Mapping[str, Any], before: Iterable[Described], after: Iterable[Described]
 ) -> dict[str, str]:
-    """Return why the config of an adapter, or its file, does not hold for new factors of LoRA."""
-    config = (read_json(adapter) if isinstance(adapter, Path) else adapter) or {}
+    """Return why the config of an adapter does not hold for new factors of LoRA."""
     rank, pattern = config.get("r"), config.get("rank_pattern")
     is_lora = config.get("peft_type") == "LORA" and type(rank) is int
     # Factors of parameters have the ranks of all experts in a row.

@@ -59,12 +59,13 @@ class Origin:
     #: The config in the attributes of the file.
     in_file: Any = None
 
-    def edited(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def edited(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config in the folder with the values that the user edited in the attributes."""
-        edited = self.configs.get(CONFIG)
-        before, unedited = self.opened, [self.opened]
+        edited = self.configs.get(name)
+        before = self.opened if name == CONFIG else None
+        unedited = [before]
         if before is None:
-            paths = [path for folder in self.others if is_readable(path := folder / CONFIG)]
+            paths = [path for folder in self.others if is_readable(path := folder / name)]
             before, unedited = config, [config, self.in_file, *map(read_json, paths)]
         if edited is None or edited in unedited:
             return dict(config)
