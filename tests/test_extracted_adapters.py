@@ -183,6 +183,22 @@ class TestExtracting:
         with pytest.warns(CheckpointWarning, match=r"lacks the changes of .*new\.weight.*norm"):
             xckpt.extract_adapter(base, tuned, tmp_path / "a", 4)
 
+    def test_types_of_models_whose_modules_have_other_names_are_named(self, tmp_path: Path) -> None:
+        name = "vit.encoder.layer.{}.attention.attention.query.weight"
+        base = {name.format(n): np.eye(8, dtype="f4") for n in range(2)}
+        tuned = {key: value + np.outer(np.arange(8), np.ones(8)) for key, value in base.items()}
+        for folder, tensors in (("base", base), ("tuned", tuned)):
+            (tmp_path / folder).mkdir()
+            xckpt.save(tensors, tmp_path / folder / "model.safetensors")
+            (tmp_path / folder / "config.json").write_text('{"model_type": "vit"}')
+        paths = tmp_path / "base", tmp_path / "tuned"
+        with pytest.warns(CheckpointWarning, match=r"transformers 5 names modules.*state_dict\(\)"):
+            xckpt.extract_adapter(*paths, tmp_path / "a", 1)
+        xckpt.extract_adapter(base, tuned, tmp_path / "b", 1)
+        for folder in ("base", "tuned"):
+            (tmp_path / folder / "config.json").write_text('{"model_type": "llama"}')
+        xckpt.extract_adapter(*paths, tmp_path / "c", 1)
+
     def test_updates_with_nan_are_left_out(self, tmp_path: Path) -> None:
         base = base_model()
         tuned, name = planted(base), name_of(1, "mlp.up_proj")

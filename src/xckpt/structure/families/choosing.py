@@ -124,6 +124,18 @@ def has_table(types: Iterable[str]) -> bool:
     return any(entry.describes(t) for t in map(normalise, types) for entry in entries)
 
 
+@lru_cache(maxsize=1)
+def _renamed_types() -> frozenset[str]:
+    data = pkgutil.get_data(__package__, "tables/renamed.txt") or b""
+    lines = [line.partition("#")[0].split() for line in data.decode().splitlines()]
+    return frozenset([normalise(model_type) for line in lines for model_type in line])
+
+
+def has_other_modules(types: Iterable[str]) -> bool:
+    """Return whether transformers names the modules of a model otherwise than its files do."""
+    return not _renamed_types().isdisjoint(map(normalise, types))
+
+
 # --- choosing -------------------------------------------------------------------------------------
 
 
