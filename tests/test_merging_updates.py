@@ -881,6 +881,17 @@ def test_a_tied_head_that_is_stored_beside_the_embeddings_changes_with_them(
     np.testing.assert_array_equal(merged["lm_head.weight"].values, expected)
 
 
+def test_a_model_in_memory_keeps_its_type(tmp_path: Path) -> None:
+    weight = numbers(16, 16).astype(ml_dtypes.bfloat16)
+    base = {"model.layers.0.self_attn.q_proj.weight": weight, "model.norm.weight": weight[0]}
+    factors = lora("model.layers.0.self_attn.q_proj.weight", 16, 16)
+    merged = xckpt.open(base).ckpt.merge(factors, scale=2)
+    tensors = saved(merged, tmp_path)
+    update = 2 * np.matmul(*reversed(factors.values()))
+    expected = (weight.astype("f4") + update).astype(weight.dtype)
+    np.testing.assert_array_equal(tensors["model.layers.0.self_attn.q_proj.weight"], expected)
+
+
 class TestTiedInMemory:
     """Arrays of a mapping that are the same memory, as in the state dict of a tied model."""
 

@@ -524,6 +524,8 @@ def _merged(
         steps.append(change)
     before, array = unrounded(variable), _sum(variable.data, steps)
     encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
+    if mapped_arrays(variable) and variable.dtype.kind in "fV":  # sums are wider
+        encoding |= {"layout": "dense", "stored_dtype": variable.dtype}
     rounded = _rounded(array, encoding)
     total = array if before is None else _sum(before.total, steps)
     encoding["rounded"] = _Unrounded(rounded.name, array, total)
