@@ -192,6 +192,8 @@ A, B = numbers(4, 16, seed=1), numbers(24, 4, seed=2)
     [
         ({"unet.to_q.lora_A.weight": A, "unet.to_q.lora_B.weight": B},
          {"lora_adapter_metadata": '{"unet.lora_alpha": 8, "unet.r": 4}'}, "unet.to_q.weight", 2),
+        ({"mid.to_q.lora_A.weight": A, "mid.to_q.lora_B.weight": B},
+         {"lora_adapter_metadata": '{"lora_alpha": 8, "r": 4}'}, "mid.to_q.weight", 2),
         ({"unet.to_q.lora.down.weight": A, "unet.to_q.lora.up.weight": B,
           "unet.to_q.alpha": np.float32(8)}, {}, "unet.to_q.weight", 2),
         ({"lora_unet_mid_to_q.lora_down.weight": A, "lora_unet_mid_to_q.lora_up.weight": B,
@@ -208,7 +210,8 @@ A, B = numbers(4, 16, seed=1), numbers(24, 4, seed=2)
         ({"embed.lora_embedding_A": A, "embed.lora_embedding_B": B},
          {"adapter_config": {"lora_alpha": 4}}, "embed.weight", 1),
     ],
-    ids=["diffusers", "diffusers-old", "kohya", "mlx", "llama.cpp", "conv", "gpt2", "embedding"],
+    ids=["diffusers", "diffusers-model", "diffusers-old", "kohya", "mlx", "llama.cpp", "conv",
+         "gpt2", "embedding"],
 )  # fmt: skip
 def test_products_of_all_namings(
     tensors: dict[str, Array], attrs: dict[str, Any], base: str, expected: float

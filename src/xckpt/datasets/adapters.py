@@ -403,7 +403,8 @@ class _Scales:
         if alpha is not None:
             return formula.scale(alpha, rank)
         if self.config is None and self.metadata:
-            part = name.partition(".")[0] + "."
+            # Of a pipeline, keys begin with the part, such as "unet."; of one model, with nothing.
+            part = "" if formula.alpha in self.metadata else name.partition(".")[0] + "."
             config = {k[len(part) :]: v for k, v in self.metadata.items() if k.startswith(part)}
             name = name.removeprefix(part)
         is_of_pipeline = any(
