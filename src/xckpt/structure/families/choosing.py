@@ -126,7 +126,7 @@ def has_table(types: Iterable[str]) -> bool:
 
 @lru_cache(maxsize=1)
 def _renamed_types() -> frozenset[str]:
-    data = pkgutil.get_data(__package__, "tables/renamed.txt") or b""
+    data = pkgutil.get_data(__package__, "renamed.txt") or b""
     lines = [line.partition("#")[0].split() for line in data.decode().splitlines()]
     return frozenset([normalise(model_type) for line in lines for model_type in line])
 
