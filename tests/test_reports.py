@@ -208,6 +208,15 @@ class TestComparison:
         unrelated = xr.Dataset({"z": ("x", np.ones(3, "f4"))})
         text = report(model, unrelated, suffix=".md")
         assert "1 only in the second." in text
+        assert "Nothing: no tensor is in both." in text
+
+    @pytest.mark.parametrize("explain", [True, False])
+    def test_report_on_checkpoints_that_differ_in_tensors_of_one_side(
+        self, explain: bool, report: Callable[..., str]
+    ) -> None:
+        both = xr.Dataset({f"w{n}": (f"x{n}", np.arange(9.0) + n) for n in range(3)})
+        text = report(both, both.drop_vars("w0"), suffix=".md", explain=explain)
+        assert "Nothing: tensors in both are equal or explained." in text
 
     def test_attributes_follow_the_differences_of_tensors(
         self, model: xr.Dataset, report: Callable[..., str], tmp_path: Path

@@ -135,22 +135,25 @@ def relate(
         cells = [(*pair, count) for pair, count in causes.most_common(_MOST_CHANGES)]
         blocks += [Heading("Causes"), Table(fields, cells)]
     # Explained differences are not listed.
-    is_explained = "outcome" in frame
-    different = frame[
-        frame["outcome"] != "explained" if is_explained else frame["status"] != "same"
-    ]
+    is_equal = frame["status"] == "same"
+    is_settled = frame["outcome"] == "explained" if "outcome" in frame else is_equal
     # The lines above name the tensors of one side.
-    on_both = different[~different["status"].isin(["only_a", "only_b"])]
+    is_on_both = ~frame["status"].isin(["only_a", "only_b"])
+    different = frame[is_on_both & ~is_settled]
     blocks.append(Heading("What changed most"))
     if different.empty:
-        is_equal = bool((frame["status"] == "same").all())
-        text = "all elements are equal" if is_equal else "every tensor is explained"
+        if not is_on_both.any():
+            text = "no tensor is in both"
+        elif not is_settled.all():
+            text = "tensors in both are equal or explained"
+        else:
+            text = "all elements are equal" if is_equal.all() else "every tensor is explained"
         blocks.append(Sentence("", f"Nothing: {text}."))
     else:
-        blocks.append(_changes(on_both))
+        blocks.append(_changes(different))
         origin = comparison.encoding.get("origin")
         drawing = partial(draw, stats=comparison)
-        blocks += _trend_blocks(on_both, ("rel_l2",), drawing, origin)
+        blocks += _trend_blocks(different, ("rel_l2",), drawing, origin)
     for summary, name in zip(summaries, names.values(), strict=True):
         blocks += [Heading(name), *summary_blocks(summary)]
     return blocks
