@@ -136,6 +136,16 @@ class TestSingleCheckpoint:
         assert cells[5:7] == [f"{lowest:.3g}", "layer 3, expert 5"]
         assert all(len(re.sub(r"e.*|^-?0?\.?0*|\.", "", cell)) <= 3 for cell in cells[2:6])
 
+    def test_layers_are_counted_by_the_outermost_number(self, report: Callable[..., str]) -> None:
+        tensors = {
+            f"blocks.{outer}.layers.{middle}.blocks.{inner}.w": ("x", np.arange(1.0, 9) + outer)
+            for outer in range(4)
+            for middle in range(3)
+            for inner in range(3)
+        }
+        text = report(xr.Dataset(tensors), suffix=".md")
+        assert "| `blocks.{0..3}.layers.{0..2}.blocks.{0..2}.w` | 4 |" in text
+
     def test_names_break_between_words(self, report: Callable[..., str]) -> None:
         name = "transformer.layers.{}.feed_forward.post_attention_layernorm.weight"
         tensors = {name.format(n): ("x", np.arange(1.0, 9) * (n + 1)) for n in range(4)}

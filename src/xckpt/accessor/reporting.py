@@ -21,7 +21,7 @@ from xckpt.notebook.html import to_page
 from xckpt.notebook.markdown import to_markdown
 from xckpt.notebook.views import summary_blocks
 from xckpt.plots.axes import INK, styled
-from xckpt.plots.series import Series, groups_of, numbers_of
+from xckpt.plots.series import Series, groups_of
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
@@ -227,10 +227,9 @@ def _trends(values: pd.Series[Any], structure: Structure) -> list[_Trend]:
     trends = []
     for group in groups_of({name: structure.parse(name) for name in numbers}):
         layers: dict[int, list[str]] = {}
-        for name in group.names:
-            number = next(reversed(numbers_of(group.names[name]).values()), None)
-            if number is not None and not np.isnan(numbers[name]):
-                layers.setdefault(number, []).append(name)
+        for name, parsed in group.names.items():
+            if parsed.indices and not np.isnan(numbers[name]):
+                layers.setdefault(int(parsed.indices[0]), []).append(name)
         if len(layers) < _FEWEST_LAYERS:
             continue
         medians = [float(np.median([numbers[n] for n in layers[at]])) for at in sorted(layers)]
@@ -254,7 +253,7 @@ def _trends(values: pd.Series[Any], structure: Structure) -> list[_Trend]:
 
 
 def _picture(draw: Callable[[], Axes]) -> str:
-    """Return a picture as HTML: lines, or pixels where these are fewer bytes; else nothing."""
+    """Return a picture as HTML: lines, or pixels if the lines are too many bytes; else nothing."""
     try:
         from matplotlib import pyplot as plt
     except ImportError:
