@@ -242,6 +242,36 @@ class TestComparison:
         assert "all elements are equal" in report(model, xckpt.read_index(tmp_path / "m.zt"))
 
 
+class TestResults:
+    """A result is no checkpoint: the error has the call that writes a report on its checkpoints."""
+
+    @pytest.mark.parametrize("suffix", [".html", ".md"])
+    def test_report_on_a_result(self, suffix: str, model: xr.Dataset, tmp_path: Path) -> None:
+        path, source = tmp_path / f"r{suffix}", str(tmp_path / "m.zt")
+        stats = model.ckpt.stats()
+        of_one = re.escape(f"xckpt.report({source!r}, {str(path)!r})")
+        for result in (
+            stats,
+            model.ckpt.spectrum(),
+            model.ckpt.histogram(),
+            stats.ckpt.by("layer"),
+        ):
+            with pytest.raises(ValueError, match=of_one):
+                result.ckpt.report(path)
+        of_two = re.escape(f"xckpt.report({source!r}, {str(path)!r}, {source!r})")
+        comparison = model.ckpt.compare(tmp_path / "m.zt")
+        with pytest.raises(ValueError, match=of_two):
+            comparison.ckpt.report(path)
+        with pytest.raises(ValueError, match=of_two):
+            model.ckpt.report(path, comparison)
+        assert not path.exists()
+
+    def test_report_on_a_result_of_arrays_in_memory(self, tmp_path: Path) -> None:
+        ds = xr.Dataset({"w": ("x", np.ones(3, "f4"))})
+        with pytest.raises(ValueError, match=r"xckpt\.report\(checkpoint, '.*r\.md'\)"):
+            xckpt.report(ds.ckpt.stats(), tmp_path / "r.md")
+
+
 class TestHostileNames:
     """Hostile names are shown and not interpreted as markup."""
 

@@ -196,7 +196,7 @@ def report(
     FileExistsError
         If the file exists and `overwrite` is false.
     ValueError
-        If `path` has another suffix.
+        If `path` has another suffix, or `obj` or `other` is a result, such as one of `compare`.
 
     Notes
     -----

@@ -399,9 +399,12 @@ class CheckpointAccessor(Generic[Obj]):
         """Write a report for `xckpt.report`."""
         from os import fsdecode
 
-        from xckpt.accessor.reporting import describe, document_kind, relate, written
+        from xckpt.accessor.reporting import describe, document_kind, relate, result_error, written
         from xckpt.storage import new_file
 
+        for obj in (self._obj, other):
+            if isinstance(obj, xr.Dataset) and CheckpointAccessor(obj)._result():  # noqa: SLF001
+                raise result_error(obj, path)
         kind = document_kind(path)
         sink = new_file(fsdecode(path), overwrite=overwrite, storage_options=storage_options)
         with sink:  # opened first, so that a path that cannot be written fails at once

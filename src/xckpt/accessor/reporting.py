@@ -63,6 +63,14 @@ def document_kind(path: str | os.PathLike[str]) -> str:
     return _SUFFIXES[suffix]
 
 
+def result_error(result: xr.Dataset, path: str | os.PathLike[str]) -> ValueError:
+    """Return the error of a report on a result, with the call for the checkpoints behind it."""
+    sources = [result.attrs.get(key) for key in ("source", "compared_with")]
+    first, *second = [shown(str(source)) for source in sources if source] or ["checkpoint"]
+    call = f"xckpt.report({', '.join([first, shown(os.fsdecode(path)), *second])})"
+    return ValueError(f"a report describes checkpoints, and this is a result about them: {call}")
+
+
 def written(kind: str, blocks: Sequence[Block]) -> bytes:
     """Return the bytes of a complete document, which begins with its title."""
     from importlib.metadata import version
