@@ -130,10 +130,13 @@ class TestOneDimension:
         assert sum(v.size for v in ds.data_vars.values()) <= 64 * 300
         assert set(ds.ckpt.unstack().data_vars) == set(arrays)
 
-    def test_only_two_joins(self) -> None:
+    @pytest.mark.parametrize("stack", [True, False])
+    def test_only_two_joins(self, stack: bool) -> None:
         for wrong in ("inner", "left", True, None):
             with pytest.raises(ValueError, match="expected 'exact' or 'outer'"):
-                xr.open_dataset(zt(ARRAYS), engine="ztensor", stack=True, join=wrong)
+                xr.open_dataset(zt(ARRAYS), engine="ztensor", stack=stack, join=wrong)
+            with pytest.raises(ValueError, match="expected 'exact' or 'outer'"):
+                xckpt.open(ARRAYS, stack=stack, join=wrong)
             with pytest.raises(ValueError, match="expected 'exact' or 'outer'"):
                 xr.open_dataset(zt(ARRAYS), engine="ztensor").ckpt.stack(join=wrong)
 

@@ -170,3 +170,6 @@ class TestGroups:
             xr.open_dataset(path, group="model/layer/0")
         with pytest.raises(ValueError, match="similar names: 'model/layers/0"):
             xr.open_datatree(path, group="model/layer/0/mlp/up_proj")
+        for wrong in (0, b"model", ["model"], True):
+            with pytest.raises(TypeError, match="group is the path of a module"):
+                xr.open_dataset(path, group=wrong)

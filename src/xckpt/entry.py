@@ -118,12 +118,12 @@ def open(  # noqa: A001  as gzip.open and others
     if isinstance(path, Index):
         source, engine = path.source, engine or path.format
     elif isinstance(path, Mapping):
-        in_memory: dict[str, Any] = {name: keywords.pop(name) for name in _IN_MEMORY}
+        in_memory = OpenOptions(**{name: keywords.pop(name) for name in _IN_MEMORY})
         if engine is not None or others or OpenOptions(**keywords) != OpenOptions():
             raise TypeError(
                 f"a mapping is opened with {', '.join(_IN_MEMORY)}; others are of files"
             )
-        return _of_mapping(as_dataset(path), **in_memory)
+        return _of_mapping(as_dataset(path), in_memory)
     if isinstance(engine, str):
         formats.get(engine)  # its error suggests a name; xarray's would list all engines
     if engine is None and others.keys() - signature(xr.open_dataset).parameters.keys():
@@ -137,18 +137,18 @@ def open(  # noqa: A001  as gzip.open and others
     return cast("Dataset", ds)
 
 
-def _of_mapping(
-    ds: Dataset, *, stack: bool | str | Sequence[str], join: Any, **selection: Any
-) -> Dataset:
-    """Return the selected variables of a mapping, stacked if `stack` is not False."""
+def _of_mapping(ds: Dataset, options: OpenOptions) -> Dataset:
+    """Return the selected variables of a mapping, stacked if requested."""
     from xckpt.datasets.mappings import note_no_numbers
     from xckpt.datasets.stacking import stack_modules
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import combined
 
-    chosen = combined(**selection, structures=lambda: [OpenTensors(ds).structure])
+    chosen = combined(
+        options.tensors, options.exclude, options.only, lambda: [OpenTensors(ds).structure]
+    )
     ds = ds if chosen is None else ds[OpenTensors(ds).select(chosen)]
-    ds = ds if stack is False else stack_modules(ds, stack, join)
+    ds = ds if options.stack is False else stack_modules(ds, options.stack, options.join)
     note_no_numbers(ds)
     return ds
 

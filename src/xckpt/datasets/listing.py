@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.arrays import LazyArray, lazy_arrays
 from xckpt.arrays.lazy import Opened
 from xckpt.arrays.stacked import AbsentArray, MemberArrays, StackedArray, can_be_absent
+from xckpt.datasets.options import OpenOptions, stacked_modules
 from xckpt.errors import shown, warn
 from xckpt.labels import AxisNamer, select
 from xckpt.labels.filters import suggest_filters
@@ -20,7 +21,6 @@ from xckpt.structure.numbering import modules_by_frequency, split_words
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index, Tensor
     from xckpt.storage import Source
 
@@ -150,29 +150,6 @@ def _name_parts(arrays: list[Listed], tensors: list[Tensor]) -> list[Listed]:
     return whole_tensors + parts
 
 
-def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[str] | None:
-    """Return the modules that the option `stack` names, None for all."""
-    if stack is True:
-        return None
-    modules = {stack} if isinstance(stack, str) else stack
-    # A mapping or a number is a mistake, not a collection of names.
-    if not isinstance(modules, set | frozenset | list | tuple) or not all(
-        isinstance(module, str) for module in modules
-    ):
-        raise TypeError(
-            "stack takes True, the name of a numbered module ('layers') or a list of them, "
-            f"not {stack!r}"
-        )
-    return modules
-
-
-def require_join(join: str) -> str:
-    """Return the option `join`, or raise if it is invalid."""
-    if join not in {"exact", "outer"}:
-        raise ValueError(f"join={join!r}: expected 'exact' or 'outer'")
-    return join
-
-
 def free_name(name: str, taken: Collection[Any]) -> str:
     """Return a name for a variable other than a tensor; tensors keep their exact names."""
     while name in taken:
@@ -221,7 +198,7 @@ def _stacks(
             reserved=reserved,
             for_tree=for_tree,
             preferred_dims=preferred_dims,
-            may_be_absent=may_be_absent if require_join(options.join) == "outer" else None,
+            may_be_absent=may_be_absent if options.join == "outer" else None,
         )
 
     order = {tensor.name: number for number, tensor in enumerate(tensors)}

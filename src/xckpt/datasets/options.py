@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from xckpt.options import described, suggest_option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from xckpt.arrays import ReadOptions
     from xckpt.index import Index
@@ -111,6 +111,11 @@ class OpenOptions:
             raise ValueError(f"missing={self.missing!r}: expected 'warn' or 'raise'")
         if not isinstance(self.join_ranks, bool) and self.join_ranks != "auto":
             raise ValueError(f"join_ranks={self.join_ranks!r}: expected True, False or 'auto'")
+        if self.group is not None and not isinstance(self.group, str):
+            raise TypeError(f"group is the path of a module ('model/layers/0'), not {self.group!r}")
+        require_join(self.join)
+        if self.stack is not False:
+            stacked_modules(self.stack)
         from xckpt.labels.filters import combined, once
 
         for key in ("tensors", "exclude"):  # several readers apply the filters
@@ -167,6 +172,28 @@ class OpenOptions:
             if not isinstance(value, bool) and not (value is None and keyword == "verify"):
                 raise TypeError(f"{keyword} is True or False, not {value!r}")
         return cls(**shared, format_options={k: v for k, v in keywords.items() if k in own})
+
+
+def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[str] | None:
+    """Return the modules that the option `stack` names, None for all."""
+    if stack is True:
+        return None
+    modules = {stack} if isinstance(stack, str) else stack
+    # A mapping or a number is a mistake, not a collection of names.
+    if not isinstance(modules, set | frozenset | list | tuple) or not all(
+        isinstance(module, str) for module in modules
+    ):
+        raise TypeError(
+            "stack takes True, the name of a numbered module ('layers') or a list of them, "
+            f"not {stack!r}"
+        )
+    return modules
+
+
+def require_join(join: str) -> None:
+    """Raise if the option `join` is invalid."""
+    if join not in {"exact", "outer"}:
+        raise ValueError(f"join={join!r}: expected 'exact' or 'outer'")
 
 
 OpenOptions.__doc__ = described(OpenOptions.__doc__ or "", [f.name for f in fields(OpenOptions)])

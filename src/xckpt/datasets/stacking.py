@@ -19,8 +19,9 @@ from xckpt.arrays.graph import is_stored, lazy_of, reopened, tensor_array
 from xckpt.arrays.keys import target_nbytes
 from xckpt.arrays.lazy import Opened, UnreadableArray
 from xckpt.arrays.stacked import AbsentArray, StackedArray, can_be_absent
-from xckpt.datasets.listing import require_join, stacked_modules, warn_of_unknown_modules
+from xckpt.datasets.listing import warn_of_unknown_modules
 from xckpt.datasets.making import add_coords
+from xckpt.datasets.options import require_join, stacked_modules
 from xckpt.datasets.stack_records import (
     StackMarks,
     StackMember,
