@@ -14,7 +14,7 @@ from tests.conftest import golden_files
 from tests.formats.burnpack_files import burnpack, dense, quantized
 from tests.formats.ztensor_files import dense_v2, stored, v2_file
 from tests.writing.saved import assert_same_bits
-from xckpt import CheckpointError, CheckpointWarning, read_index
+from xckpt import CheckpointError, CheckpointWarning, UnsupportedError, read_index
 from xckpt.writing import convert, save
 
 if TYPE_CHECKING:
@@ -231,6 +231,8 @@ def test_parts_that_are_tensors_elsewhere_have_free_names(tmp_path: Path) -> Non
     path = tmp_path / "m.bpk"
     path.write_bytes(clashing_burnpack())
     full = xr.open_dataset(path)[["odd:data", "odd:data:"]]
+    with pytest.raises(UnsupportedError, match="cast='exact' writes its parts"):
+        convert(path, tmp_path / "m.safetensors", tensors="odd", cast="never")
     with pytest.warns(CheckpointWarning, match="tensors written as their parts: 'odd'"):
         convert(path, tmp_path / "m.safetensors", tensors=["odd", "odd:*"])
     tensors = read_index(tmp_path / "m.safetensors").tensors

@@ -308,11 +308,12 @@ class Fitting:
                     data={"data": payload.data[role]},
                 )
         else:
+            hint = None if payload.values is None else "cast='exact' writes the values dense"
             raise UnsupportedError(
                 f"{layout} tensors have no place in format {self.writer.name!r}",
                 tensor=payload.name,
                 rule="Layout",
-                hint=None if may_change else "cast='exact' writes the values dense",
+                hint="cast='exact' writes its parts" if layout == "structural" else hint,
             )
 
     def _encoded(self, tensor: Payload, request: Mapping[str, Any]) -> Payload:
@@ -415,27 +416,28 @@ def _stored_part(payload: Payload) -> _StoredPart | None:
     return _StoredPart((array.reader.source, part.offset, part.nbytes, part.skip), part)
 
 
-def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
-    """Return the element type of a format for writing another: itself, an exact one, the widest."""
-    if name in writes:
-        return name
-    kind = ELEMENT_TYPES[name].kind
-    types = [ELEMENT_TYPES[supported] for supported in writes]
-    if cast != "never":
-        exact = [target for target in types if holds(target.name, name)]
-        if exact:
-            return min(exact, key=lambda target: (target.kind != kind, target.bits)).name
-    if cast == "allow":
-        lossy = [target for target in types if target.kind == kind]
-        lossy = lossy or [target for target in types if target.kind == "float"]
-        if lossy and kind != "complex":
+def choose_type(dtype: str, supported: Sequence[str], cast: Cast, *, tensor: str) -> str:
+    """Return a supported type for a tensor: its own, the smallest exact one, or else the widest."""
+    if dtype in supported:
+        return dtype
+    kind, action = ELEMENT_TYPES[dtype].kind, "leave it out"
+    targets = [ELEMENT_TYPES[name] for name in supported]
+    lossy = [target for target in targets if target.kind == kind]
+    lossy = lossy or [target for target in targets if target.kind == "float"]
+    if exact := [target for target in targets if holds(target.name, dtype)]:
+        smallest = min(exact, key=lambda target: (target.kind != kind, target.bits)).name
+        if cast != "never":
+            return smallest
+        action = f"pass cast='exact' to write it as {smallest}"
+    elif lossy and kind != "complex":
+        if cast == "allow":
             return max(lossy, key=lambda target: target.bits).name
-    hint = "Convert it with .astype(...), or pass cast='allow' to lose some precision"
+        action = "pass cast='allow' to lose some precision"
     raise UnsupportedError(
-        f"{name} elements have no place in this format, which has {', '.join(writes)}",
+        f"{dtype} elements have no place in this format, which has {', '.join(supported)}",
         tensor=tensor,
         rule="Dtype",
-        hint="Convert it with .astype(...), or leave it out" if cast == "allow" else hint,
+        hint=f"Convert it with .astype(...), or {action}",
     )
 
 
