@@ -399,25 +399,25 @@ class CheckpointAccessor(Generic[Obj]):
         """Write a report for `xckpt.report`."""
         from os import fsdecode
 
-        from xckpt.accessor.reporting import describe, document_kind, relate, result_error, written
+        from xckpt.accessor import reporting
         from xckpt.storage import new_file
 
         for obj in (self._obj, other):
             if isinstance(obj, xr.Dataset) and CheckpointAccessor(obj)._result():  # noqa: SLF001
-                raise result_error(obj, path)
-        kind = document_kind(path)
+                raise reporting.result_error(obj, path)
+        kind = reporting.document_kind(path)
         sink = new_file(fsdecode(path), overwrite=overwrite, storage_options=storage_options)
         with sink:  # opened first, so that a path that cannot be written fails at once
             if other is None:
                 stats, _ = self._examine(**examining)
-                blocks = describe(self._summary(), stats, self.plot.layers)
+                blocks = reporting.checkpoint_blocks(self._summary(), stats, self.plot.layers)
             else:
                 comparison = self.compare(
                     other, storage_options=storage_options, **examining, **comparing
                 )
                 summaries = self._summary(), _summary_of(other, storage_options)
-                blocks = relate(summaries, comparison, self.plot.layers)
-            sink.write(written(kind, blocks), 0)
+                blocks = reporting.comparison_blocks(summaries, comparison, self.plot.layers)
+            sink.write(reporting.render(kind, blocks), 0)
             sink.commit()
 
     def param_key(self, name: str) -> int:

@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from io import BytesIO, StringIO
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,13 +17,12 @@ import numpy as np
 from xckpt.errors import shown
 from xckpt.formatting import counted
 from xckpt.notebook.documents import Field, Heading, Picture, Sentence, Table, cell_text, more
-from xckpt.notebook.folding import fold
+from xckpt.notebook.folding import fold_names
 from xckpt.notebook.html import to_page
 from xckpt.notebook.markdown import to_markdown
 from xckpt.notebook.views import summary_blocks
 from xckpt.plots.axes import INK, styled
 from xckpt.plots.series import Series, groups_of
-from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,7 +71,7 @@ def result_error(result: xr.Dataset, path: str | os.PathLike[str]) -> ValueError
     return ValueError(f"a report describes checkpoints, and this is a result about them: {call}")
 
 
-def written(kind: str, blocks: Sequence[Block]) -> bytes:
+def render(kind: str, blocks: Sequence[Block]) -> bytes:
     """Return the bytes of a complete document, which begins with its title."""
     from importlib.metadata import version
 
@@ -83,27 +83,37 @@ def written(kind: str, blocks: Sequence[Block]) -> bytes:
 # --- one checkpoint ------------------------------------------------------------------------------
 
 
-def describe(summary: Summary, stats: xr.Dataset, draw: Callable[..., Axes]) -> list[Block]:
-    """Return the summary of a checkpoint, its findings, and trends along the layers."""
+def checkpoint_blocks(
+    summary: Summary, stats: xr.Dataset, draw: Callable[..., Axes]
+) -> list[Block]:
+    """Return the summary of a checkpoint, its findings, and trends along the layers.
+
+    `draw(statistic, stats=...)` draws the picture of a trend.
+    """
     from xckpt.statistics import table
 
     findings = summary.findings or ()
     listing: Block = Sentence("", "Nothing looks wrong.")
     if findings:
         fields = [
-            *(Field("severity", "status"), Field("rule", "word"), Field("tensors", "count")),
-            *(Field("which", "name"), Field("value", "number", 3), Field("explanation")),
+            Field("severity", "status"),
+            Field("rule", "word"),
+            Field("tensors", "count"),
+            Field("which", "name"),
+            Field("value", "number", 3),
+            Field("explanation"),
         ]
         rows = [
             (f.severity, f.rule, f.pattern.count, f.pattern.text, f.value, f.explanation)
             for f in findings[:_MOST_FINDINGS]
         ]
-        listing = _table(fields, rows, len(findings), "finding")
+        listing = _table(fields, rows, more(len(findings) - len(rows), "finding"))
     frame, origin = table(stats), stats.encoding.get("origin")
     return [
         Heading(summary.title or "Checkpoint", level=1),
         *summary_blocks(summary),
-        *(Heading("Findings"), listing),
+        Heading("Findings"),
+        listing,
         *_trend_blocks(frame, _TRENDS, partial(draw, stats=stats), origin),
     ]
 
@@ -111,7 +121,7 @@ def describe(summary: Summary, stats: xr.Dataset, draw: Callable[..., Axes]) -> 
 # --- comparisons ---------------------------------------------------------------------------------
 
 
-def relate(
+def comparison_blocks(
     summaries: Sequence[Summary], comparison: xr.Dataset, draw: Callable[..., Axes]
 ) -> list[Block]:
     """Return the differences between two checkpoints, the largest ones, and both summaries."""
@@ -134,8 +144,9 @@ def relate(
         blocks.append(_table(fields, rows))
     if attributes := comparison.attrs.get("attributes", ()):
         omitted = more(len(attributes) - _MOST_CHANGES, "attribute")
-        shown = [[change] for change in attributes[:_MOST_CHANGES]]
-        blocks += [Heading("Attributes"), Table([Field("attributes that differ")], shown, omitted)]
+        changes = [[change] for change in attributes[:_MOST_CHANGES]]
+        listing = Table([Field("attributes that differ")], changes, omitted)
+        blocks += [Heading("Attributes"), listing]
     if "cause" in frame:
         pairs = zip(frame["outcome"], frame["cause"], strict=True)
         causes = Counter((str(outcome), str(cause)) for outcome, cause in pairs)
@@ -170,15 +181,14 @@ def relate(
 def _changes(frame: pd.DataFrame) -> Table:
     from xckpt.statistics import frame_table
 
-    columns = {name: frame[name].astype(str).tolist() for name in _TEXT_COLUMNS if name in frame}
-    # Without columns that repeat the one before, such as the outcome of tensors that changed.
-    texts = [
-        name
-        for name, above in zip(columns, [None, *columns.values()], strict=False)
-        if columns[name] != above
-    ]
-    largest = frame_table(frame, [*texts, *_MEASURES], _MOST_CHANGES)
-    return _table(largest.fields, largest.rows, len(frame), "tensor")
+    texts = [name for name in _TEXT_COLUMNS if name in frame]
+    cells = frame[texts].astype(str)
+    # Some columns repeat the one before, such as the outcome of tensors that changed.
+    repeated = {name for above, name in pairwise(texts) if cells[name].equals(cells[above])}
+    columns = [name for name in texts if name not in repeated]
+    largest = frame_table(frame, [*columns, *_MEASURES], _MOST_CHANGES)
+    rest = more(len(frame) - len(largest.rows), "tensor")
+    return _table(largest.fields, largest.rows, rest)
 
 
 # --- along layers --------------------------------------------------------------------------------
@@ -188,12 +198,14 @@ class _Trend(NamedTuple):
     """A statistic of tensors along numbered modules."""
 
     pattern: str
-    layers: int
+    layer_count: int
     several: str  # modules numbered inside a layer: "experts"
-    first: float  # the medians of the first, of a middle and of the last layer
+    # Medians of the first layer, of a middle one and of the last layer.
+    first: float
     median: float
     last: float
-    lowest: tuple[float, str]  # of single tensors, with their places
+    # Values of single tensors, with their places.
+    lowest: tuple[float, str]
     highest: tuple[float, str]
 
 
@@ -209,9 +221,10 @@ def _trend_blocks(
     columns = [column for column in statistics if column in frame]
     structure = structure_of_names(map(str, frame.index), origin)
     trends = {column: _trends(frame[column], structure) for column in columns}
-    if any(trends.values()):
-        yield Heading("Along the layers")
-    for column, rows in trends.items() if any(trends.values()) else ():
+    if not any(trends.values()):
+        return
+    yield Heading("Along the layers")
+    for column, rows in trends.items():
         caption = f"{column} of every tensor along the layers"
         yield Picture(partial(_picture, partial(draw, column)), caption)
         several = " and ".join(dict.fromkeys(row.several for row in rows if row.several))
@@ -223,38 +236,37 @@ def _trend_blocks(
         for word in ("lowest", "highest"):
             fields += [Field(word, "number", 3), Field("in", "word")]
         cells = [
-            (r.pattern, r.layers, r.first, r.median, r.last, *r.lowest, *r.highest)
+            (r.pattern, r.layer_count, r.first, r.median, r.last, *r.lowest, *r.highest)
             for r in rows[:_MOST_TRENDS]
         ]
         yield Table(fields, cells, more(len(rows) - len(cells), "pattern"))
 
 
-def _trends(values: pd.Series[Any], structure: Structure) -> list[_Trend]:
+def _trends(column: pd.Series[Any], structure: Structure) -> list[_Trend]:
     """Return a trend for each kind of tensor that several layers have."""
-    numbers = dict(zip(map(str, values.index), values.to_numpy(np.float64).tolist(), strict=True))
+    values = dict(zip(map(str, column.index), column.to_numpy(np.float64).tolist(), strict=True))
     trends = []
-    for group in groups_of({name: structure.parse(name) for name in numbers}):
+    for group in groups_of({name: structure.parse(name) for name in values}):
         layers: dict[int, list[str]] = {}
         for name, parsed in group.names.items():
-            if parsed.indices and not np.isnan(numbers[name]):
+            if parsed.indices and not np.isnan(values[name]):
                 layers.setdefault(int(parsed.indices[0]), []).append(name)
         if len(layers) < _FEWEST_LAYERS:
             continue
-        medians = [float(np.median([numbers[n] for n in layers[at]])) for at in sorted(layers)]
-        every = sorted(
-            [name for names in layers.values() for name in names], key=numbers.__getitem__
-        )
+        medians = [float(np.median([values[n] for n in layers[layer]])) for layer in sorted(layers)]
+        ordered = sorted(chain(*layers.values()), key=values.__getitem__)
+        lowest, highest = ordered[0], ordered[-1]
         series = Series.of("", [group])
-        is_several = len(every) > len(layers)
         trends.append(
             _Trend(
-                fold(Row(name, "", (), 0) for name in group.names)[0].text,
-                len(layers),
-                group.names[every[0]].modules[-1] if is_several else "",
-                medians[0],
-                float(np.median(medians)),
-                medians[-1],
-                *((numbers[name], series.place(name)) for name in (every[0], every[-1])),
+                pattern=fold_names(group.names)[0],
+                layer_count=len(layers),
+                several=group.names[lowest].modules[-1] if len(ordered) > len(layers) else "",
+                first=medians[0],
+                median=float(np.median(medians)),
+                last=medians[-1],
+                lowest=(values[lowest], series.place(lowest)),
+                highest=(values[highest], series.place(highest)),
             )
         )
     return trends
@@ -295,14 +307,11 @@ def _picture(draw: Callable[[], Axes]) -> str:
             plt.close(drawing)
 
 
-def _table(
-    fields: Sequence[Field], rows: Sequence[Sequence[Cell]], count: int = 0, noun: str = ""
-) -> Table:
-    """Return a table of some of `count` rows without empty columns."""
+def _table(fields: Sequence[Field], rows: Sequence[Sequence[Cell]], rest: str = "") -> Table:
+    """Return a table without empty columns."""
     used = [
         n
         for n in range(len(fields))
         if any(cell_text(row[n], fields[n]) not in _EMPTY for row in rows)
     ]
-    cells = [[row[n] for n in used] for row in rows]
-    return Table([fields[n] for n in used], cells, more(count - len(rows), noun))
+    return Table([fields[n] for n in used], [[row[n] for n in used] for row in rows], rest)

@@ -1,4 +1,4 @@
-"""Parts and changed forms of an open object, of the same kind as the object."""
+"""The methods of ``ds.ckpt`` that merge, stack or select; `obj` is the Dataset or tree."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
     """Return the model with an adapter or updates added; all its other tensors stay.
 
     Sums are lazy, and saved in the type of the model. The update of an adapter is
-    ``scale * B @ A``; DoRA then sets norms, and trained tensors replace those of the model, or
-    are added to it.
+    ``scale * B @ A``; DoRA then sets norms, and tensors that were trained whole replace those of
+    the model, or are new.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
     Raises
     ------
     TypeError
-        If `scale` is no number.
+        If `scale` is not a number, or `other` is a list.
     ValueError
         If the model has none of the changed tensors, or one of another shape; if the scale is
         unknown; if `other` is another model, whose tensors would be added.
@@ -70,7 +70,7 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
     from xckpt.datasets.adapters import find_adapters
     from xckpt.datasets.combining import merge as merged
     from xckpt.opening.reading import adapter_in, read_config
-    from xckpt.scan.entries import contents_of_all
+    from xckpt.scan.entries import contents_of
 
     if isinstance(other, list | tuple):
         raise TypeError("several are merged one after the other: base.ckpt.merge(a).ckpt.merge(b)")
@@ -80,7 +80,7 @@ def merge(obj: Obj, other: Describable, scale: float | None = None) -> Obj:
             "stacked updates: base.ckpt.merge(adapter.ckpt.updates().ckpt.stack() * weights)"
         )
     scale = None if scale is None else float(scale)
-    [tensors] = contents_of_all([adapter_in(other)])
+    tensors = contents_of(adapter_in(other))
     config = read_config(tensors.source, tensors.attrs, "adapter_config")
     return merged(obj, tensors, find_adapters(tensors, config), scale)
 
@@ -109,8 +109,8 @@ def stack(
     Returns
     -------
     xarray.Dataset or xarray.DataTree
-        Same kind as the object. A tensor stays as it is if no other name differs from its
-        name by numbers alone, or if its shape or type differs from theirs.
+        Same kind as the object. A tensor without another one of the same shape and type, whose
+        name differs in numbers only, stays as it is.
 
     Raises
     ------

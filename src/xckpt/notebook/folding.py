@@ -127,6 +127,11 @@ def fold(rows: Iterable[Row]) -> list[Pattern]:
     return [family.pattern() for family in united(families_of(rows))]
 
 
+def fold_names(names: Iterable[str]) -> list[str]:
+    """Return the texts of the patterns of names."""
+    return [pattern.text for pattern in fold(Row(name, "", (), 0) for name in names)]
+
+
 def one_by_one(rows: Iterable[Row]) -> list[Pattern]:
     """Return a pattern for each tensor."""
     return [family.pattern() for row in rows for family in families_of([row])]

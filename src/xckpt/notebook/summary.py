@@ -21,6 +21,7 @@ from xckpt.notebook.folding import (
     ascending,
     families_of,
     fold,
+    fold_names,
     indices_text,
     marked,
     one_by_one,
@@ -454,7 +455,7 @@ def _parts(parts: Iterable[_Words], owners: Mapping[_Words, _Numbers | None]) ->
         deepest = min(len(words), _DEEPEST)
         length = next((n for n in range(1, deepest) if owners[words[:n]] is not None), len(words))
         names[_text(words[:length])] = None
-    texts = [pattern.text for pattern in fold(Row(name, "", (), 0) for name in names if name)]
+    texts = fold_names(name for name in names if name)
     more = [f"… {len(texts) - _MOST_PARTS:,} more"] if len(texts) > _MOST_PARTS + 1 else []
     return tuple(texts[:_MOST_PARTS] + more if more else texts)
 
