@@ -25,7 +25,7 @@ from xckpt.arrays.keys import (
     take,
 )
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.parts import PartReader, decoded_nbytes, has_byte_each, strided_chunks
+from xckpt.arrays.parts import PartReader, has_byte_each, nbytes_of_elements, strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.index import Part, Tensor
@@ -72,7 +72,7 @@ class OnePartArray(LazyArray):
     @property
     def part_nbytes(self) -> int:
         """Decoded size of the part, in bytes."""
-        return decoded_nbytes(self.reader.part, prod(self.shape))
+        return nbytes_of_elements(self.reader.part, prod(self.shape))
 
     def _select_c_order(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Array:
         """Return a selection of the elements, as an array of a shape in C order."""

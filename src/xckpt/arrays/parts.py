@@ -45,7 +45,7 @@ class Strided(NamedTuple):
     shape: Sequence[int]
     strides: Sequence[int]
     itemsize: int
-    at_once: bool  # whether the bytes between elements cost nothing to read
+    gaps_are_free: bool  # whether the bytes between elements cost nothing to read
 
     def select(self, key: Sequence[AxisKey]) -> Array:
         """Return a selection, as opaque elements."""
@@ -57,20 +57,21 @@ class Strided(NamedTuple):
         return out
 
     def _select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
-        hulls = [contiguous_run((n,), (entry,)) for n, entry in zip(self.shape, key, strict=True)]
-        extents = [hull.shape[0] for hull in hulls]
-        along = [(n - 1) * step for n, step in zip(extents, self.strides, strict=True)]
-        span, itemsize = sum(along) + 1, self.itemsize
-        if self.at_once or span * itemsize <= _STRIDED_NBYTES or span <= 2 * out.size:
-            starts = [hull.start * step for hull, step in zip(hulls, self.strides, strict=True)]
-            data = self.read(sum(starts) * itemsize, (sum(starts) + span) * itemsize)
+        runs = [contiguous_run((n,), (entry,)) for n, entry in zip(self.shape, key, strict=True)]
+        extents = [run.shape[0] for run in runs]
+        spans = [(n - 1) * step for n, step in zip(extents, self.strides, strict=True)]
+        span, itemsize = sum(spans) + 1, self.itemsize
+        # Read the bytes in between if they are free, few, or at most as many as elements.
+        if self.gaps_are_free or span * itemsize <= _STRIDED_NBYTES or span <= 2 * out.size:
+            start = sum([run.start * step for run, step in zip(runs, self.strides, strict=True)])
+            data = self.read(start * itemsize, (start + span) * itemsize)
             steps = [step * itemsize for step in self.strides]
             flat = np.frombuffer(data, out.dtype)
             block = as_strided(flat, extents, steps, writeable=False)
-            out[...] = take(block, tuple([hull.key[0] for hull in hulls]))
+            out[...] = take(block, tuple([run.key[0] for run in runs]))
             return
         # Cut the axis whose positions lie farthest apart.
-        axis = max(range(len(key)), key=along.__getitem__)
+        axis = max(range(len(key)), key=spans.__getitem__)
         count = len(positions(key[axis], self.shape[axis]))
         step = max(1, min(_STRIDED_NBYTES // (self.strides[axis] * itemsize), count // 2))
         for place, part_key in cut_along(axis, step, self.shape, key):
@@ -82,7 +83,7 @@ def has_byte_each(part: Part) -> bool:
     return part.strides is not None and ELEMENT_TYPES[part.dtype].bits < 8
 
 
-def decoded_nbytes(part: Part, count: int) -> int:
+def nbytes_of_elements(part: Part, count: int) -> int:
     """Return the size of `count` elements of a part after decoding, in bytes."""
     return count if has_byte_each(part) else nbytes_of(part.dtype, count)
 
@@ -107,7 +108,7 @@ _verifying = Locks(64)
 _HEAD_NBYTES = 4096
 # Size of blocks that are decoded only to be hashed.
 _BLOCK_NBYTES = 8 << 20
-_ANY = 1 << 63  # more than any part decodes to
+_NO_LIMIT = 1 << 63  # more than any part decodes to
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,48 +123,47 @@ class PartReader:
 
     def read(self, start: int, stop: int, nbytes: int) -> memoryview:
         """Return the decoded bytes from `start` to `stop`, of `nbytes` in total."""
-        with self._placing():
+        with self._locating_errors():
             self.check(nbytes)
             if (start, stop) != (0, nbytes):
                 return self._bytes(start, stop, nbytes)
-            of_stored, of_decoded = self._due_digests(raw=False)
-            stored = None if of_stored is None else self.stored()
+            stored_digest, decoded_digest = self._due_digests(raw=False)
+            stored = None if stored_digest is None else self.stored()
             decoded = self._bytes(start, stop, nbytes, stored)
-            if of_stored is not None and stored is not None:
-                digests.check(of_stored, stored)
-            if of_decoded is not None:
-                digests.check(of_decoded, decoded)
+            if stored_digest is not None and stored is not None:
+                digests.check(stored_digest, stored)
+            if decoded_digest is not None:
+                digests.check(decoded_digest, decoded)
             return decoded
 
     def blocks(
         self, nbytes: int, block_nbytes: int, *, compare: bool = False
     ) -> Iterator[memoryview]:
-        """Read all decoded bytes in order, in memory of constant size; see `read`."""
-        # `compare` is whether the digest of a part that is not compressed is compared as well.
+        """Read all decoded bytes in order, in little memory; `compare` checks raw parts as well."""
         part = self.part
-        with self._placing():
+        with self._locating_errors():
             self.check(nbytes)
-            of_stored, of_decoded = self._due_digests(raw=compare)
+            stored_digest, decoded_digest = self._due_digests(raw=compare)
             stored = None
             codec = None if self.is_arranged else encodings.STREAMS.get(part.encoding)
-            if part.encoding == "zstd-seekable" and of_stored and not self.is_arranged:
-                # A digest covers the bytes in their order. Its frames are a stream as well.
+            if part.encoding == "zstd-seekable" and stored_digest and not self.is_arranged:
+                # Its frames are a stream, too, which passes the digest once; the table is checked.
                 self._seek_table(nbytes, self.source.view)
                 codec = encodings.ZstdDecoder
             blocks: Iterable[memoryview]
             if self.is_raw:
                 blocks = self._raw_blocks(nbytes, block_nbytes)
             elif codec is not None:
-                stored = self._stored_blocks(of_stored)
+                stored = self._stored_blocks(stored_digest)
                 blocks = codec.decompressed_blocks(stored, nbytes, block_nbytes, part.skip)
             else:
                 starts = range(0, nbytes, block_nbytes)
                 ends = (min(start + block_nbytes, nbytes) for start in starts)
                 blocks = map(self._bytes, starts, ends, repeat(nbytes))
-            yield from blocks if of_decoded is None else digests.checked(of_decoded, blocks)
-            if of_stored is not None:
+            yield from blocks if decoded_digest is None else digests.checked(decoded_digest, blocks)
+            if stored_digest is not None:
                 if stored is None:  # elements are gathered, so the part is read again
-                    stored = self._stored_blocks(of_stored)
+                    stored = self._stored_blocks(stored_digest)
                 stored.finish()
 
     def _raw_blocks(self, nbytes: int, block_nbytes: int) -> Iterable[memoryview]:
@@ -178,17 +178,17 @@ class PartReader:
 
     def compared_blocks(self) -> Iterator[memoryview]:
         """Read all bytes as they are stored, and compare them with a digest of these."""
-        of_stored = self.part.digest if self.is_checked and not self._covers_decoded else None
-        with self._placing():
-            yield from self._stored_blocks(of_stored)
+        stored_digest = self.part.digest if self.is_checked and not self._covers_decoded else None
+        with self._locating_errors():
+            yield from self._stored_blocks(stored_digest)
 
     def _due_digests(self, *, raw: bool) -> tuple[str | None, str | None]:
         """Return the digests to be compared when all stored, or all decoded bytes have passed."""
-        is_raw = self.part.encoding is None
-        if self.verify is not None or not self.is_checked or (is_raw and not raw):
+        is_compressed, digest = self.part.encoding is not None, self.part.digest
+        if self.verify is not None or not self.is_checked or not (is_compressed or raw):
             return None, None
-        digest = self.part.digest
-        return (None, digest) if is_raw or self._covers_decoded else (digest, None)
+        covers_stored = is_compressed and not self._covers_decoded
+        return (digest, None) if covers_stored else (None, digest)
 
     @property
     def _covers_decoded(self) -> bool:
@@ -206,9 +206,9 @@ class PartReader:
         if part.strides is not None:
             require_expansion(nbytes, part.nbytes)
         if self.verify and self.whole is not None:
-            self.whole.check(self.whole.decoded_nbytes())
+            self.whole.check(self.whole.count_decoded_nbytes())
         if part.digest is not None and self.verify is not False:
-            with self._placing():
+            with self._locating_errors():
                 digests.parse(part.digest)  # a malformed digest is always an error
                 if self.verify:
                     self._verify_once(part.digest, nbytes)
@@ -239,13 +239,13 @@ class PartReader:
         """Return a selection of a part with strides or inverted bits, as opaque elements."""
         part, shape = self.part, self.part.shape or ()
         nbytes = part.nbytes if part.encoding is None else part.decoded_nbytes or 0
-        with self._placing():
+        with self._locating_errors():
             chosen = Strided(
                 lambda start, stop: self._stored_bytes(start, stop, nbytes),
                 shape,
                 part.strides or strides_of(shape),
                 nbytes_of(part.dtype, 1),
-                at_once=part.encoding is not None or self.source.worth_skipping is None,
+                gaps_are_free=part.encoding is not None or self.source.worth_skipping is None,
             ).select(key)
         if part.inverted is not None:
             memory = chosen.reshape(-1).view(np.uint8).reshape(-1, len(part.inverted))
@@ -276,21 +276,21 @@ class PartReader:
         """Return the decoded size that the file or the headers of zstd frames state, or None."""
         part = self.part
         if self.is_arranged and part.shape is not None:
-            return decoded_nbytes(part, prod(part.shape))
+            return nbytes_of_elements(part, prod(part.shape))
         if part.encoding is None:
             return part.nbytes
         if part.decoded_nbytes is not None or part.encoding != "zstd":
             return part.decoded_nbytes
-        with self._placing():
+        with self._locating_errors():
             head = self.source.read(part.offset, min(part.nbytes, _HEAD_NBYTES))
             return encodings.stated_nbytes(head, part.nbytes)
 
-    def decoded_nbytes(self, limit: int = _ANY) -> int:
+    def count_decoded_nbytes(self, limit: int = _NO_LIMIT) -> int:
         """Return the decoded size; count it in memory of constant size if it is not stated."""
         stated = self._stated_nbytes()
         if stated is not None:
             return stated
-        with self._placing():
+        with self._locating_errors():
             try:
                 return encodings.decompressed_nbytes(self._stored_blocks(), limit)
             except encodings.LongStreamError as error:
@@ -301,7 +301,7 @@ class PartReader:
                 ) from error
 
     @contextmanager
-    def _placing(self) -> Iterator[None]:
+    def _locating_errors(self) -> Iterator[None]:
         """Add the offset of the part to errors."""
         try:
             yield
@@ -374,10 +374,11 @@ class PartReader:
                 text = f"{self.source.name}: byte {self.part.offset}: {digest!r} cannot be verified"
                 warn(text)
             else:
-                passing = replace(self, verify=None)
-                blocks = passing.compared_blocks()
+                passing = replace(self, verify=None)  # or `blocks` would compare no digest
                 if self._covers_decoded:
                     blocks = passing.blocks(nbytes, _BLOCK_NBYTES)
+                else:
+                    blocks = passing.compared_blocks()
                 for _ in blocks:
                     pass
             _verified.add(key)
@@ -393,7 +394,7 @@ def part_readers(
 
 
 def decoded_shape(
-    tensor: Tensor, role: str, reader: PartReader, limit: int = _ANY
+    tensor: Tensor, role: str, reader: PartReader, limit: int = _NO_LIMIT
 ) -> tuple[int, ...]:
     """Return the shape of the array that a part decodes to."""
     part = reader.part
@@ -401,7 +402,7 @@ def decoded_shape(
         return tensor.shape
     if part.shape is not None:
         return part.shape
-    nbytes = reader.decoded_nbytes(limit)
+    nbytes = reader.count_decoded_nbytes(limit)
     is_list_of_axes = tensor.layout == "sparse_coo" and role == "coords"
     lines = tensor.ndim if is_list_of_axes else 1
     count, left = divmod(nbytes, nbytes_of(part.dtype, 1) * lines)

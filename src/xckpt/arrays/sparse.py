@@ -457,7 +457,7 @@ class COOArray(SparseArray):
         if coords is not None:
             return coords[1]
         reader = self.readers["values"]
-        return reader.decoded_nbytes() // nbytes_of(reader.part.dtype, 1)
+        return reader.count_decoded_nbytes() // nbytes_of(reader.part.dtype, 1)
 
 
 # --- elements that are blocks ---------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.parts import PartReader, decoded_nbytes, decoded_shape, part_readers
+from xckpt.arrays.parts import PartReader, decoded_shape, nbytes_of_elements, part_readers
 from xckpt.arrays.sparse import SparseArray
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import (
@@ -554,7 +554,7 @@ def _check(
             for role, part in tensor.parts.items():
                 reader = PartReader(sources[part.shard], part)
                 shape = decoded_shape(tensor, role, reader)
-                nbytes = decoded_nbytes(part, prod(shape))
+                nbytes = nbytes_of_elements(part, prod(shape))
                 is_compared = reader.is_checked if is_hashed else _check_part(reader, nbytes)
                 digests += is_compared
                 # Values in the header are covered by the checks of the structure.
@@ -588,7 +588,7 @@ def _check_part(reader: PartReader, nbytes: int) -> bool:
     """Check the `nbytes` bytes of a part; return whether a digest was compared."""
     part = reader.part
     if reader.whole is not None:
-        return _check_part(reader.whole, reader.whole.decoded_nbytes())
+        return _check_part(reader.whole, reader.whole.count_decoded_nbytes())
     reader.check(nbytes)  # a malformed digest is damage, as it is for other readers
     if part.encoding is None and not reader.is_checked:
         # Check the stated range without reading it.
