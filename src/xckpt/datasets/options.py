@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from xckpt.index import Index
     from xckpt.labels import TensorFilter
 
-# Options of loaders that read tensors onto a device, with what does the same.
-_OF_ARRAYS = {
+# Keywords of transformers and `torch.load`, with what does the same here.
+_OF_LOADERS = {
     **dict.fromkeys(("dtype", "torch_dtype"), "the result is lazy: ds.astype('float32')"),
     **dict.fromkeys(("device", "map_location"), "arrays are of numpy: torch.from_numpy(array)"),
 }
@@ -33,11 +33,10 @@ class OpenOptions:
     dims : mapping of str to sequence of (str or None), or "size", optional
         Names of axes: a glob of tensor names to a name for each axis, None for the default name;
         the last match wins. For stacked tensors, a glob matches their names or the name of the
-        variable, and names their own axes or all. If axes of several extents are to have one name,
-        those of the extent that most tensors have get it, and the others have the extent appended
-        (``out_352``). Default names come from the file, from the family of the model
-        (``head*key``, ``embd``), or from the extents (``d768``). With ``"size"``, they come from
-        the extents unless the file states names.
+        variable, and names their own axes or all. If a name is given to axes of several sizes, the
+        most frequent size keeps it, and the others have their size appended (``out_352``). Default
+        names come from the file, from the family of the model (``head*key``, ``embd``), or from the
+        sizes (``d768``). With ``"size"``, they come from the sizes unless the file states names.
     stack : bool, str, or list of str, default False
         Whether numbered modules become dimensions: ``layers.0.w``, ``layers.1.w``, ... of one
         kind become the variable ``layers.w`` with a dimension ``layers``. Names of modules restrict
@@ -116,11 +115,11 @@ class OpenOptions:
         require_join(self.join)
         if self.stack is not False:
             stacked_modules(self.stack)
-        from xckpt.labels.filters import combined, once
+        from xckpt.labels.filters import require_only, reusable
 
-        for key in ("tensors", "exclude"):  # several readers apply the filters
-            object.__setattr__(self, key, once(getattr(self, key)))
-        combined(None, only=self.only)
+        require_only(self.only)
+        for key in ("tensors", "exclude"):  # an iterator would be empty after its first use
+            object.__setattr__(self, key, reusable(getattr(self, key)))
 
     @property
     def reading(self) -> ReadOptions:
@@ -148,7 +147,7 @@ class OpenOptions:
         return {} if self.dims is None or isinstance(self.dims, str) else self.dims
 
     def with_dims(self, globs: Mapping[str, Sequence[str | None]]) -> OpenOptions:
-        """Return the options with other globs in `dims`."""
+        """Return the options with other globs in `dims`, unless this is a word."""
         return self if isinstance(self.dims, str) else replace(self, dims=globs or None)
 
     @classmethod
@@ -164,7 +163,7 @@ class OpenOptions:
         allowed = (*cls.keywords(), *own)
         for keyword in keywords:
             if keyword not in allowed:
-                hint = _OF_ARRAYS.get(keyword) or suggest_option(keyword, ("engine", *allowed))
+                hint = _OF_LOADERS.get(keyword) or suggest_option(keyword, ("engine", *allowed))
                 raise TypeError(f"engine {engine!r} has no option {keyword!r}; {hint}")
         shared = {k: v for k, v in keywords.items() if k not in own}
         for keyword in _SWITCHES & shared.keys():

@@ -40,9 +40,9 @@ class Selection:
         only: str | None,
         structures: Callable[[], Iterable[Structure]],
     ) -> None:
-        # Several structures describe the two sides of a comparison.
-        self.tensors = once(tensors)
-        self.exclude = once(exclude)
+        # Several structures describe the two sides of a comparison. Finding roles takes long.
+        self.tensors = reusable(tensors)
+        self.exclude = reusable(exclude)
         self._is_selected = _predicate("*" if tensors is None else self.tensors)
         self._is_excluded = _predicate(() if exclude is None else self.exclude)
         self._only = only
@@ -70,15 +70,20 @@ def combined(
     structures: Callable[[], Iterable[Structure]] = lambda: (),
 ) -> TensorFilter | None:
     """Return one filter for the options of `xckpt.options.SelectOptions`."""
-    if only not in {None, "weights"}:
-        raise ValueError(f"only={only!r}: expected 'weights'; tensors={only!r} selects by name")
+    require_only(only)
     if exclude is None and only is None:
-        name_filter: TensorFilter | None = once(tensors)
+        name_filter: TensorFilter | None = reusable(tensors)
         return name_filter
     return Selection(tensors, exclude, only, structures)
 
 
-def once(name_filter: TensorFilter | None) -> Any:
+def require_only(only: str | None) -> None:
+    """Raise if the option `only` is invalid."""
+    if only not in {None, "weights"}:
+        raise ValueError(f"only={only!r}: expected 'weights'; tensors={only!r} selects by name")
+
+
+def reusable(name_filter: TensorFilter | None) -> Any:
     """Return a filter that can be applied several times."""
     return tuple(name_filter) if isinstance(name_filter, Iterator) else name_filter
 
@@ -100,7 +105,7 @@ def select(names: Iterable[str], name_filter: TensorFilter | None) -> list[str]:
 def select_members(homes: Mapping[str, str], name_filter: TensorFilter | None) -> list[str]:
     """Return the tensors that a filter matches by their names or those of their variables."""
     # `homes` has the variable of each tensor. Exceptions hold for both names.
-    name_filter = once(name_filter)
+    name_filter = reusable(name_filter)
     matches = set(select_or_raise(dict.fromkeys([*homes, *homes.values()]), name_filter))
     if not isinstance(name_filter, Selection):
         return [name for name, home in homes.items() if name in matches or home in matches]
