@@ -114,7 +114,7 @@ def draw_differences(
     require_statistic(statistic, [measure for measure in MEASURES if measure != "status"])
     if most < 1:
         raise ValueError(f"a picture has at least one bar, not {most}")
-    chosen = source.chosen(tensors, exclude, only)
+    chosen = source.filter(tensors, exclude, only)
     if isinstance(other, xr.Dataset) and "statistic" in other.dims:
         frame = table(other)
         frame = frame.loc[select_or_raise(frame.index, chosen)]
@@ -257,7 +257,7 @@ def draw_error(
     is_result = isinstance(result, xr.Dataset) and "statistic" in result.dims
     if other is None and not is_result:
         raise TypeError("plot.error() takes a checkpoint to compare with, or is of a comparison")
-    chosen = source.chosen(tensors, exclude, only)
+    chosen = source.filter(tensors, exclude, only)
     if not is_result:
         result = compare(source.obj, other, tensors=chosen, dim=dim)
     rows, left_out = _channels_of(result, statistic, chosen)
@@ -458,7 +458,7 @@ def draw_steps(
     from xckpt.health import changes_of
 
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
-    changes = changes_of(source.obj, source.chosen(tensors, exclude, only))
+    changes = changes_of(source.obj, source.filter(tensors, exclude, only))
     groups = _group_rows(changes)
     if ax is not None:
         groups = dict([next(iter(groups.items()))])

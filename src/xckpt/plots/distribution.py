@@ -130,7 +130,7 @@ def draw_histogram(
         require_bins(bins)
     if scale not in {"linear", "symlog"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
-    chosen = choose(source.obj, source.chosen(tensors, exclude, only))
+    chosen = choose(source.obj, source.filter(tensors, exclude, only))
     drawn, notes = _read_distributions(source.obj, chosen)
     axis = _Axis(drawn, bins, scale)
     low, high = min(tensor.low for tensor in drawn), max(tensor.high for tensor in drawn)

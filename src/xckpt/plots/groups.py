@@ -146,7 +146,7 @@ def _groups_of(
         result = obj
         if not (isinstance(obj, xr.Dataset) and "statistic" in obj.dims):
             require_statistic(statistic, [*statistic_names(QUANTILES), *OF_MATRICES])
-            chosen = source.chosen(*selection)
+            chosen = source.filter(*selection)
             is_whole = chosen is None and source.stats is not None
             result = source.stats if known is None and is_whole else known
             if statistic in OF_MATRICES:

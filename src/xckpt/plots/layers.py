@@ -177,7 +177,7 @@ def draw_layers(
         require_statistic(statistic, (*statistic_names(QUANTILES), *OF_MATRICES))
     else:
         require_statistic(statistic, stats["statistic"].to_numpy().tolist())
-    chosen = choose(source.obj, source.chosen(tensors, exclude, only))
+    chosen = choose(source.obj, source.filter(tensors, exclude, only))
     hue_module = hue if isinstance(hue, str) else None
     kind = hue if callable(hue) else None
     positions = _require_positions(chosen, x, hue_module)

@@ -14,7 +14,7 @@ from xckpt.datasets.tensors import OpenTensors
 from xckpt.formatting import counted
 from xckpt.labels import TensorFilter, combined
 from xckpt.labels.filters import Selection
-from xckpt.notebook.folding import ascending, families_of, fold, united
+from xckpt.notebook.folding import ascending, families_of, fold_names, united
 from xckpt.notebook.short_names import apart, short_names
 from xckpt.structure import Role, Structure
 from xckpt.structure.numbering import (
@@ -72,7 +72,7 @@ class Chosen:
 
     @property
     def of_codes(self) -> str:
-        """Axis label for values other than weights."""
+        """End of an axis label, if the values are codes."""
         return " of codes" if self.scales else ""
 
     @property
@@ -87,7 +87,7 @@ class Drawn(NamedTuple):
     obj: Any
     stats: xr.Dataset | None = None
 
-    def chosen(
+    def filter(
         self, tensors: TensorFilter | None, exclude: TensorFilter | None, only: str | None
     ) -> TensorFilter | None:
         """Return one filter for the options of `xckpt.options.SelectOptions`."""
@@ -107,12 +107,12 @@ def choose(obj: Any, names: TensorFilter | None) -> Chosen:
     left_out = Counter(roles[n].group for n in set(selected).difference(drawn))
     groups = ", ".join(f"{count:,} {group}" for group, count in sorted(left_out.items()))
     note = f"without tensors of other roles: {groups}" if groups else ""
-    codes = tensors.structure.scales
-    weights = [name for name in drawn if name not in codes]
+    scales = tensors.structure.scales
+    weights = [name for name in drawn if name not in scales]
     if not weights:
-        return Chosen(tensors, drawn, {name: codes[name] for name in drawn}, note, roles)
-    of_codes = codes_left_out([name for name in drawn if name in codes], codes)
-    return Chosen(tensors, weights, {}, " · ".join(filter(None, (note, of_codes))), roles)
+        return Chosen(tensors, drawn, {name: scales[name] for name in drawn}, note, roles)
+    codes_note = codes_left_out([name for name in drawn if name in scales], scales)
+    return Chosen(tensors, weights, {}, " · ".join(filter(None, (note, codes_note))), roles)
 
 
 def require_any(chosen: Collection[str]) -> None:
@@ -216,16 +216,13 @@ def series_of(
 
 def _united(groups: Sequence[_Siblings], ndims: Mapping[str, int]) -> list[list[_Siblings]]:
     """Unite groups whose names differ in one word, but not weights with biases or gains."""
-    # A row stands for each group.
-    rows = {
-        Row("".join("0" if part is None else part for part in template), kind, (), 0): at
-        for at, (template, names) in enumerate(groups)
-        for kind in [f"{template[-1]} {ndims.get(next(iter(names)))}"]
-    }
-    numbers = list(rows.values())
-    families = united(families_of(rows))
-    bundles = [sorted([numbers[place] for place in family.places]) for family in families]
-    return [[groups[at] for at in places] for places in sorted(bundles)]
+    rows = []
+    for template, names in groups:
+        text = "".join("0" if piece is None else piece for piece in template)
+        # The last word and the number of axes stand for a type: rows of other types stay apart.
+        rows.append(Row(text, f"{template[-1]} {ndims.get(next(iter(names)))}", (), 0))
+    bundles = sorted([sorted(family.places) for family in united(families_of(rows))])
+    return [[groups[place] for place in places] for places in bundles]
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -252,7 +249,7 @@ def title_and_labels(bundles: Sequence[Sequence[_Siblings]]) -> tuple[str, list[
     for name, parts in parsed.items():
         inside = _inside(parts, depth)
         starred.append(name.removesuffix(strip_separator(inside)) + "*")
-    return _patterns(starred)[0], labels
+    return fold_names(starred)[0], labels
 
 
 def _title_and_labels_of_names(parsed: Mapping[str, ParsedName]) -> tuple[str, list[str]]:
@@ -275,10 +272,10 @@ def _label(bundle: Sequence[_Siblings], depth: int) -> str:
     names = [strip_separator(_inside(parts, depth)) for parts in parsed]
     if len(names) == 1:
         return names[0]
-    patterns = _patterns(names)
+    patterns = fold_names(names)
     if len(patterns) > 1:  # for example dense layers and mixtures of experts
         starred = [["*" if p is None else p for p in group.template[depth:]] for group in bundle]
-        patterns = _patterns(strip_separator("".join(pieces)) for pieces in starred)
+        patterns = fold_names(strip_separator("".join(pieces)) for pieces in starred)
     return " | ".join(patterns)
 
 
@@ -287,12 +284,8 @@ def _inside(parsed: ParsedName, depth: int) -> str:
     return "".join(parsed.pieces[depth:])
 
 
-def _patterns(names: Iterable[str]) -> list[str]:
-    return [pattern.text for pattern in fold(Row(name, "", (), 0) for name in names)]
-
-
 def numbers_of(parsed: ParsedName) -> dict[str, int]:
-    """Return the numbers of a tensor's modules; the outermost number of modules with one name."""
+    """Return the number of a tensor in each module; of modules with one name the outermost."""
     pairs = zip(reversed(parsed.modules), reversed(parsed.indices), strict=True)
     return {base: int(index) for base, index in pairs}
 
@@ -333,31 +326,33 @@ def positions_of(
     base = along or outermost(map(structure.parse, names))
     if base is None:
         return None
-    parsed = {name: structure.siblings_key(name) for name in names}
     if axis_modules := {module for module in (along, hue) if module is not None}:
         only = axis_modules.union(structure.repeated_modules())
         parsed = {name: structure.parse(name, only) for name in names}
-    mine = {name: parts for name, parts in parsed.items() if base in parts.modules}
-    if not mine or along is not None:
-        return Positions(base, {name: name for name in mine}, mine, []) if mine else None
-    places = {n: _split_stage(parts) for n, parts in mine.items() if parts.modules[0] == base}
+    else:
+        parsed = {name: structure.siblings_key(name) for name in names}
+    numbered = {name: parts for name, parts in parsed.items() if base in parts.modules}
+    if not numbered:
+        return None
+    by_number = Positions(base, {name: name for name in numbered}, numbered, [])
+    if along is not None:
+        return by_number
+    places = {n: _split_stage(parts) for n, parts in numbered.items() if parts.modules[0] == base}
     insides = {place.inside.template for place in places.values()}
     for name, parts in parsed.items():
-        if name not in mine:
+        if name not in numbered:
             place = _other_stage(parts, insides)
             places |= {name: place} if place is not None else {}
-    stages = list(dict.fromkeys(place.stage for place in places.values()))
-    # The layers of an encoder and of a decoder have the same numbers.
-    if len({place.module for place in places.values()}) < 2 or len(places) < len(mine):
-        return Positions(base, {name: name for name in mine}, mine, [])
-    ordered = sorted(stages)
-    ordered = [ordered[at] for at in ascending(ordered)]
-    numbers = {stage: str(number) for number, stage in enumerate(ordered)}
+    # The layers of an encoder and of a decoder have the same numbers: these are no stages.
+    if len({place.module for place in places.values()}) < 2 or len(places) < len(numbered):
+        return by_number
+    stages = sorted({place.stage for place in places.values()})
+    stages = [stages[at] for at in ascending(stages)]
+    numbers = {stage: str(number) for number, stage in enumerate(stages)}
     renamed = {name: place.renamed(numbers[place.stage]) for name, place in places.items()}
     new_names = {name: "".join(parts.pieces) for name, parts in renamed.items()}
-    return Positions(
-        _STAGE, new_names, {new_names[name]: parts for name, parts in renamed.items()}, ordered
-    )
+    new_parsed = {new_names[name]: parts for name, parts in renamed.items()}
+    return Positions(_STAGE, new_names, new_parsed, stages)
 
 
 class _Place(NamedTuple):
@@ -426,9 +421,9 @@ def panels_of(
     panels = [names for names in panels if names]
     place = 0
     while place < len(panels):
-        parts = _by_module({name: parsed[name] for name in panels[place]})
-        if 1 < len(parts) <= _MOST_PANELS - len(panels) + 1:
-            panels[place : place + 1] = parts
+        smaller = _by_module({name: parsed[name] for name in panels[place]})
+        if 1 < len(smaller) <= _MOST_PANELS - len(panels) + 1:
+            panels[place : place + 1] = smaller  # which may be divided again
         else:
             place += 1
     return panels

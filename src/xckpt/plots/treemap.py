@@ -128,7 +128,7 @@ def draw_treemap(
 
     opened = OpenTensors(source.obj)
     rows = {row.name: row for row in opened.rows}
-    chosen = opened.select(source.chosen(tensors, exclude, only))
+    chosen = opened.select(source.filter(tensors, exclude, only))
     require_any(chosen)
     root = _Module("")
     for name in chosen:
