@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 _SHOWN_NAMES = 5
 #: Changes of attributes.
-OF_FILE = "attributes of the file without a place"
-OF_TENSORS = "attributes of tensors without a place"
+FILE_ATTRS = "attributes of the file without a place"
+TENSOR_ATTRS = "attributes of tensors without a place"
 _SHARED = "tensors that shared their bytes with others are written by themselves"
 # Part with the element type of the tensor, by layout.
 _VALUES = {"dense": "data", "sparse_csr": "values", "sparse_csc": "values", "sparse_coo": "values"}
@@ -91,13 +91,13 @@ class Requests:
             (glob, re.compile(translate(glob)).match, _parse_request(glob, options))
             for glob, options in (encoding or {}).items()
         ]
-        # Of floats, unless it is a type of integers itself.
+        # For floats only, unless it is an integer type itself.
         self._dtype = None if dtype is None else _parse_request("*", {"dtype": dtype})["dtype"]
 
     def of(self, name: str, dtype: str) -> dict[str, Any]:
         """Return the options for a tensor of a type; if several globs match, later ones win."""
         request: dict[str, Any] = {}
-        if self._dtype is not None and (_is_float(dtype) or not _is_float(self._dtype)):
+        if self._dtype is not None and (_is_integer(self._dtype) or not _is_integer(dtype)):
             request["dtype"] = self._dtype
         for glob, matches, options in self._requests:
             # Brackets are special in globs, but a name that is spelled with them matches too.
@@ -115,10 +115,10 @@ class Requests:
                 raise ValueError(f"encoding: {shown(glob)} matches no tensor{hint}")
 
 
-def _is_float(dtype: str) -> bool:
-    """Return whether a type, or the values of a quantised one, are not integers."""
+def _is_integer(dtype: str) -> bool:
+    """Return whether elements are integers; values of quantised types are not."""
     element = ELEMENT_TYPES.get(dtype)
-    return element is None or element.range is None
+    return element is not None and element.range is not None
 
 
 def _parse_request(glob: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,8 +184,8 @@ class Fitting:
     def require_readable(self, count: int, path: str) -> None:
         """Raise if tensors cannot be read, unless they are to be left out.
 
-        `count` is the number of the others, and `path` the file or object for messages. A file
-        without any tensor is never written instead.
+        `count` is the number of readable tensors, and `path` the file or object for messages. A
+        file without any tensor is never written instead.
         """
         causes = causes_of(self.changes.lost.items())
         if causes and not (self.skip_unreadable and count):
@@ -202,28 +202,29 @@ class Fitting:
         names = {payload.name for payload in gathered.payloads}
         parts: dict[Hashable, Part] = {}
         for payload, request in self._with_requests(gathered.payloads):
-            part = _stored_part(payload)
-            # Tensors that share their bytes have a part each, and copies by the user the same one.
-            if part is not None and parts.setdefault(*part) is not part.part:
-                self.changes.add(_SHARED, payload.name)
-            for shaped, stored in self._stored_forms(payload, request, names):
-                name = shaped.name
+            if (stored := _stored_part(payload)) is not None:
+                first = parts.setdefault(stored.place, stored.part)
+                # Tied tensors have parts of their own, and copies by the user share one.
+                if first is not stored.part:
+                    self.changes.add(_SHARED, payload.name)
+            for before, after in self._stored_forms(payload, request, names):
+                name = before.name
                 if name in fitted:
                     raise ValueError(f"two tensors are called {shown(name)}")
-                self._note_type(shaped, stored)
-                attrs, unsupported = _split_attrs(stored.attrs, can.tensor_attrs)
+                self._note_type(before, after)
+                attrs, unsupported = _split_attrs(after.attrs, can.tensor_attrs)
                 for key in unsupported:
                     if can.arrangement and is_json(key) and is_json(unsupported[key]):
                         extra_attrs.setdefault(name, {})[key] = unsupported[key]
                     else:
-                        self.changes.add(OF_TENSORS, str(key))
-                fitted[name] = stored if attrs == stored.attrs else replace(stored, attrs=attrs)
+                        self.changes.add(TENSOR_ATTRS, str(key))
+                fitted[name] = after if attrs == after.attrs else replace(after, attrs=attrs)
         self.requests.check_used([*names, *fitted])
         inline = [payload for payload in fitted.values() if self.writer.is_inline(payload)]
         fitted |= {payload.name: payload for payload in self._with_values(inline)}
         file_attrs, unsupported = _split_attrs(gathered.attrs, can.file_attrs)
         for key in unsupported:
-            self.changes.add(OF_FILE, key)
+            self.changes.add(FILE_ATTRS, key)
         arrangement = self._arrangement(gathered.arrangement.of(fitted), can)
         draft = Draft(fitted, file_attrs, path, arrangement, extra_attrs, gathered.attr_types)
         return draft, fitted
@@ -243,7 +244,7 @@ class Fitting:
             return [(tensor, self._encoded(tensor, request)) for tensor in shaped]
         except UnsupportedError as error:
             if not self.skip_unreadable:
-                # A hint about a request, or a layout, is the answer.
+                # Other hints already say what to change.
                 if not error.hint or error.rule == "Dtype":
                     error.hint = f"{f'{error.hint}. ' if error.hint else ''}{_SKIP_ONE}"
                 raise
@@ -325,6 +326,7 @@ class Fitting:
             dtype = request.get("dtype", part.dtype)
             dtype = choose_type(dtype, can.types_for(part.shape), self.cast, tensor=name)
             if dtype != part.dtype:
+                # Values that are not rounded yet are cast to the new type.
                 tensor = replace(tensor, rounds=False, data=tensor.wide_data or tensor.data)
                 parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
         elif "dtype" in request:

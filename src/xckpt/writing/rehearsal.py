@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import FormatError
 from xckpt.formats.plan import Draft, LiteralBytes, Plan, Written
 from xckpt.storage.digests import Hasher
-from xckpt.writing.fitting import OF_FILE, OF_TENSORS
+from xckpt.writing.fitting import FILE_ATTRS, TENSOR_ATTRS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from xckpt.index import Index, Tensor
 
 _REPLACED = {
-    OF_FILE: "attributes of the file that it states otherwise",
-    OF_TENSORS: "attributes of tensors that the file states otherwise",
+    FILE_ATTRS: "attributes of the file that it states otherwise",
+    TENSOR_ATTRS: "attributes of tensors that the file states otherwise",
 }
 
 
@@ -44,14 +44,14 @@ def changed_attributes(
     can = writer.can_in(draft.path)
     names = {
         change: {*can.stated_attrs, *(supported if isinstance(supported, tuple) else ())}
-        for change, supported in ((OF_FILE, can.file_attrs), (OF_TENSORS, can.tensor_attrs))
+        for change, supported in ((FILE_ATTRS, can.file_attrs), (TENSOR_ATTRS, can.tensor_attrs))
     }
     # Options of the format replace attributes of the file with the same name.
-    names[OF_FILE].difference_update(given)
-    tensor_attrs = [(OF_TENSORS, tensor.name, tensor.attrs) for tensor in draft.tensors.values()]
+    names[FILE_ATTRS].difference_update(given)
+    tensor_attrs = [(TENSOR_ATTRS, tensor.name, tensor.attrs) for tensor in draft.tensors.values()]
     candidates = [
         (change, tensor, key, attrs[key])
-        for change, tensor, attrs in [(OF_FILE, None, draft.attrs), *tensor_attrs]
+        for change, tensor, attrs in [(FILE_ATTRS, None, draft.attrs), *tensor_attrs]
         for key in attrs
         if key in names[change]
     ]
@@ -73,10 +73,10 @@ def changed_attributes(
     # An attribute with the value that an old file of the same format stated is not lost, because
     # the format derives it.
     old = before() if lost else None
-    derived: dict[str, set[tuple[str, str]]] = {OF_FILE: set(), OF_TENSORS: set()}
+    derived: dict[str, set[tuple[str, str]]] = {FILE_ATTRS: set(), TENSOR_ATTRS: set()}
     if old is not None:
-        derived[OF_FILE] = {(key, repr(value)) for key, value in old.attrs.items()}
-        derived[OF_TENSORS] = {
+        derived[FILE_ATTRS] = {(key, repr(value)) for key, value in old.attrs.items()}
+        derived[TENSOR_ATTRS] = {
             (key, repr(value))
             for tensor in old.tensors.values()
             for key, value in tensor.attrs.items()
