@@ -132,6 +132,7 @@ class TestOneDimension:
 
     @pytest.mark.parametrize("stack", [True, False])
     def test_only_two_joins(self, stack: bool) -> None:
+        wrong: Any
         for wrong in ("inner", "left", True, None):
             with pytest.raises(ValueError, match="expected 'exact' or 'outer'"):
                 xr.open_dataset(zt(ARRAYS), engine="ztensor", stack=stack, join=wrong)

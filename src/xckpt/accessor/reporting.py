@@ -86,10 +86,7 @@ def render(kind: str, blocks: Sequence[Block]) -> bytes:
 def checkpoint_blocks(
     summary: Summary, stats: xr.Dataset, draw: Callable[..., Axes]
 ) -> list[Block]:
-    """Return the summary of a checkpoint, its findings, and trends along the layers.
-
-    `draw(statistic, stats=...)` draws the picture of a trend.
-    """
+    """Return a summary, findings, and trends, which `draw(statistic, stats=stats)` draws."""
     from xckpt.statistics import table
 
     findings = summary.findings or ()
@@ -144,9 +141,8 @@ def comparison_blocks(
         blocks.append(_table(fields, rows))
     if attributes := comparison.attrs.get("attributes", ()):
         omitted = more(len(attributes) - _MOST_CHANGES, "attribute")
-        changes = [[change] for change in attributes[:_MOST_CHANGES]]
-        listing = Table([Field("attributes that differ")], changes, omitted)
-        blocks += [Heading("Attributes"), listing]
+        items = [[change] for change in attributes[:_MOST_CHANGES]]
+        blocks += [Heading("Attributes"), Table([Field("attributes that differ")], items, omitted)]
     if "cause" in frame:
         pairs = zip(frame["outcome"], frame["cause"], strict=True)
         causes = Counter((str(outcome), str(cause)) for outcome, cause in pairs)
@@ -171,8 +167,7 @@ def comparison_blocks(
     else:
         blocks.append(_changes(different))
         origin = comparison.encoding.get("origin")
-        drawing = partial(draw, stats=comparison)
-        blocks += _trend_blocks(different, ("rel_l2",), drawing, origin)
+        blocks += _trend_blocks(different, ("rel_l2",), partial(draw, stats=comparison), origin)
     for summary, name in zip(summaries, names.values(), strict=True):
         blocks += [Heading(name), *summary_blocks(summary)]
     return blocks
@@ -187,8 +182,8 @@ def _changes(frame: pd.DataFrame) -> Table:
     repeated = {name for above, name in pairwise(texts) if cells[name].equals(cells[above])}
     columns = [name for name in texts if name not in repeated]
     largest = frame_table(frame, [*columns, *_MEASURES], _MOST_CHANGES)
-    rest = more(len(frame) - len(largest.rows), "tensor")
-    return _table(largest.fields, largest.rows, rest)
+    omitted = more(len(frame) - len(largest.rows), "tensor")
+    return _table(largest.fields, largest.rows, omitted)
 
 
 # --- along layers --------------------------------------------------------------------------------
@@ -307,11 +302,11 @@ def _picture(draw: Callable[[], Axes]) -> str:
             plt.close(drawing)
 
 
-def _table(fields: Sequence[Field], rows: Sequence[Sequence[Cell]], rest: str = "") -> Table:
+def _table(fields: Sequence[Field], rows: Sequence[Sequence[Cell]], omitted: str = "") -> Table:
     """Return a table without empty columns."""
     used = [
         n
         for n in range(len(fields))
         if any(cell_text(row[n], fields[n]) not in _EMPTY for row in rows)
     ]
-    return Table([fields[n] for n in used], [[row[n] for n in used] for row in rows], rest)
+    return Table([fields[n] for n in used], [[row[n] for n in used] for row in rows], omitted)

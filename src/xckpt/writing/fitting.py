@@ -244,7 +244,7 @@ class Fitting:
             return [(tensor, self._encoded(tensor, request)) for tensor in shaped]
         except UnsupportedError as error:
             if not self.skip_unreadable:
-                # Other hints already say what to change.
+                # Other hints already have a way to write it.
                 if not error.hint or error.rule == "Dtype":
                     error.hint = f"{f'{error.hint}. ' if error.hint else ''}{_SKIP_ONE}"
                 raise
