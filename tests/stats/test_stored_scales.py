@@ -9,8 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import xckpt
 from tests.stats.checkpoints import write
 from tests.stats.test_layouts import explained
+from xckpt.sample import write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,6 +87,14 @@ def test_affine_codes_of_mlx_are_explained(
     table = compared(ours, theirs, bits, tmp_path)
     assert set(table["outcome"]) == {"explained"}, table["explanation"].to_dict()
     assert table["cause"].str.contains("quantised").all()
+
+
+def test_codes_are_compared_with_numbers_computed_from_them(tmp_path: Path) -> None:
+    ds = xckpt.open(write_checkpoint(tmp_path / "m.zt", layers=3, width=16))
+    codes = "model.layers.0.mlp.down_proj.weight"
+    assert ds[codes].encoding["layout"] == "quantized"
+    for pair in ((ds, ds * 2), (ds * 2, ds)):
+        assert explained(*pair).loc[codes, "cause"] == "scaled"
 
 
 def _code(parts: dict[str, Array], _: Array) -> None:

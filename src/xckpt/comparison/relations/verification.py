@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.arrays.streams import LEAF, ChunkedZip, ElementStream, Zip, columns_of, whole_leaves
+from xckpt.arrays.streams import (
+    LEAF,
+    ChunkedStream,
+    ChunkedZip,
+    ElementStream,
+    Zip,
+    columns_of,
+    whole_leaves,
+)
 from xckpt.comparison.arrangements import Step, arranged, part_of, parts_of_view
 from xckpt.comparison.measure import (
     MEASURES,
@@ -425,6 +433,9 @@ def _suggest(link: Link) -> None:
 
 def _graded_pair(ours: Side, theirs: Side, name: str) -> Zip | ChunkedZip | None:
     """Return a pair with the stored scales of one side, preferably of `theirs`; None without."""
+    # A scheduler computes chunks of numbers alone.
+    if isinstance(ours.tensor, ChunkedStream) or isinstance(theirs.tensor, ChunkedStream):
+        return None
     if (graded_stream := theirs.graded()) is not None:
         return pair_of(ours.stream(name), graded_stream, name)
     if (graded_stream := ours.graded()) is not None:
