@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -56,15 +56,10 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     """Make the flat Dataset of a checkpoint."""
     listing = list_arrays(source, index, options)
     arrays = {array.name: array for array in listing.arrays}
-    coords = _Coordinates(index.arrangement.coords, AxisNamer(options.dims))
-    coord_dims = coords.dims(arrays)
-    names = AxisNamer(options.dims, arrays.keys() - coord_dims)
-    _claim(names, listing.arrays, coord_dims)
-    suggested = with_stated(index, {} if names.by_size else dims_of(index))
+    groups = _GroupMaker.of(source, index, options, listing, dims_of, reserved=arrays.keys())
+    names, suggested = groups.names_below(groups.top, arrays), groups.suggested
     stacks = {array.name: array.lazy for array in listing.arrays if array.stacked is not None}
     names.survey({**stacks, **index.tensors} if stacks else index.tensors, suggested)
-    maker = VariableMaker.of(source, listing, options)
-    groups = _GroupMaker(maker, coords, axes_of(index), StackMarks())
     group = groups.make(arrays, arrays, names, suggested)
     names.warn_of_refused(source.name)
     ds = assemble_dataset(group.variables, group.coords)
@@ -85,7 +80,7 @@ class _Coordinates:
         """Return whether an array becomes a coordinate."""
         return array.name in self._names and array.role is None and array.stacked is None
 
-    def dims(self, node: Mapping[str, Listed], above: AxisNamer | None = None) -> dict[str, int]:
+    def dims(self, node: Mapping[str, Listed], above: AxisNamer) -> dict[str, int]:
         """Return the dimensions of a node that have the name of a coordinate, with their sizes."""
         # xarray turns a coordinate with this single dimension into an index, and reads it at once:
         # pandas must be able to index it, and it must be small.
@@ -99,7 +94,6 @@ class _Coordinates:
             if leaf not in dims or len(dims) != array.lazy.ndim:
                 continue
             size = array.lazy.shape[dims.index(leaf)]
-            is_free = above is None or above.fits(leaf, size)
             dtype = array.lazy.dtype
             is_indexable = (
                 array.tensor.problem is None
@@ -107,20 +101,9 @@ class _Coordinates:
                 and dtype != np.float16
                 and array.tensor.size * dtype.itemsize <= _LARGEST_INDEX
             )
-            if is_free and (len(dims) > 1 or is_indexable):
+            if above.fits(leaf, size) and (len(dims) > 1 or is_indexable):
                 sizes[leaf] = size
         return sizes
-
-
-def _claim(
-    names: AxisNamer, arrays: Iterable[Listed], coord_dims: Mapping[str, int] | None = None
-) -> None:
-    """Reserve the names of stacked dimensions, and of dimensions with a coordinate."""
-    for dim, size in (coord_dims or {}).items():
-        names.claim(dim, size)
-    for array in arrays:
-        for dim, size in zip(array.stacked_dims, array.lazy.shape, strict=False):
-            names.claim(dim, size)
 
 
 class _Group(NamedTuple):
@@ -133,12 +116,44 @@ class _Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _GroupMaker:
-    """Makes the variables of the Datasets of one opened file."""
+    """Makes the variables of the Datasets of one opened file, and names their axes."""
 
     maker: VariableMaker
     coords: _Coordinates
+    top: AxisNamer  # of the whole file; each Dataset has one below it
+    suggested: Mapping[str, Axes]
     by_facts: Mapping[str, Axes]
     marks: StackMarks
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        index: Index,
+        options: OpenOptions,
+        listing: Listing,
+        infer: Callable[[Index], Mapping[str, Axes]],
+        *,
+        reserved: Collection[str],
+    ) -> Self:
+        """Return the maker for a file; no axis has one of the `reserved` names of variables."""
+        top = AxisNamer(options.dims, reserved)
+        # Stacked dimensions come first: other axes of the same name get another one.
+        for array in listing.arrays:
+            for dim, size in zip(array.stacked_dims, array.lazy.shape, strict=False):
+                top.claim(dim, size)
+        return cls(
+            VariableMaker.of(source, listing, options),
+            _Coordinates(index.arrangement.coords, top),
+            top,
+            with_stated(index, {} if top.by_size else infer(index)),
+            axes_of(index),
+            StackMarks(),
+        )
+
+    def names_below(self, above: AxisNamer, arrays: Mapping[str, Listed]) -> AxisNamer:
+        """Return the namer of a Dataset, whose axes may have the names of its coordinates."""
+        return above.for_child(self.coords.dims(arrays, above))
 
     def make(
         self,
@@ -501,15 +516,11 @@ def make_groups(
     for name, (path, leaf) in paths.items():
         nodes.setdefault(path, {})[leaf] = arrays[name]
     leaves = {leaf for node in nodes.values() for leaf in node}
-    top = AxisNamer(options.dims, leaves | arrays.keys())
-    _claim(top, listing.arrays)
-    coords = _Coordinates(index.arrangement.coords, top)
+    reserved = leaves | arrays.keys()
+    groups = _GroupMaker.of(source, index, options, listing, axes_of, reserved=reserved)
+    top = groups.top
     repeated = _repeated_below(nodes) if index.arrangement.coords else set()
-    by_facts = axes_of(index)
-    suggested = with_stated(index, {} if top.by_size else by_facts)
     modules = _modules(index, arrays)
-    maker = VariableMaker.of(source, listing, options)
-    groups = _GroupMaker(maker, coords, by_facts, StackMarks())
     dropped_attrs: dict[str, list[str]] = {}
     datasets: dict[str, xr.Dataset] = {}
     # Children have precedence over coordinates of stacks with the same name.
@@ -524,8 +535,8 @@ def make_groups(
             above = above.rpartition("/")[0]
         # Nodes inherit the indexes of their parents: no other variable may have such a name.
         free = {leaf: array for leaf, array in node.items() if (key, leaf) not in repeated}
-        names = namers[key] = namers[above].for_child(coords.dims(free, namers[above]))
-        in_module = _suggested_in(module, suggested, None if top.by_size else axis_names)
+        names = namers[key] = groups.names_below(namers[above], free)
+        in_module = _suggested_in(module, groups.suggested, None if top.by_size else axis_names)
         names.survey({member.name: member for member in module.values()}, in_module)
         if path in nodes:
             used_names = {*node, *children.get(path, ())}
