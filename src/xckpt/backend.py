@@ -171,7 +171,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         return self._groups(*self._open(filename_or_obj, drop_variables, keywords))
 
     def _groups(self, source: Source, index: Index, options: OpenOptions) -> dict[str, xr.Dataset]:
-        from xckpt.datasets.making import finish_dataset, make_groups, rooted
+        from xckpt.datasets.making import finish_dataset
+        from xckpt.datasets.trees import make_groups, rooted
         from xckpt.index import paused_collector
 
         axis_names = formats.get(index.format).module_axes
