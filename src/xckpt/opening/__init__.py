@@ -74,6 +74,63 @@ _CONCURRENCY = 16
 _on_hub: Pool[str] = Pool(limit=256)
 
 
+def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None) -> Index:
+    """Read the index of a checkpoint: its tensors, attributes, and byte ranges, but no data.
+
+    Parameters
+    ----------
+    path : str, os.PathLike, bytes, binary file object, or list of these
+        Path, URL, or content of the file. Several files, a glob or an index of shards
+        (``*.index.json``) are one checkpoint.
+    storage_options : dict, optional
+        Credentials, time limits and other options of URLs, such as ``{"anon": True}``.
+
+    Returns
+    -------
+    Index
+        The index, in the same form for all formats.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be opened.
+    CheckpointError
+        If the file is malformed or has an unknown format.
+
+    Examples
+    --------
+    >>> index = xckpt.read_index("m.zt")
+    >>> index["lm_head.weight"].dtype
+    'float16'
+    """
+    return open_index(path, storage_options=storage_options)[1]
+
+
+def open_with(
+    options: OpenOptions,
+    path: Any,
+    format: str | None,
+    *,
+    counted: bool = False,
+    silent: bool = False,
+) -> tuple[Source, Index]:
+    """Open a checkpoint for a Dataset; the index has the structure that the options state."""
+    source, index = open_index(
+        path,
+        format,
+        storage_options=options.storage_options,
+        mmap=options.mmap,
+        whole=options.decode,
+        counted=counted,
+        silent=silent,
+        tensors=options.tensors,
+        missing=options.missing,
+        join_ranks=options.join_ranks,
+        **options.format_options,
+    )
+    return source, index if options.structure is None else correct(index, options.structure)
+
+
 def open_index(
     path: Any,
     format: str | None = None,
@@ -119,164 +176,6 @@ def open_index(
         if missing != "ignore":
             _report_unreadable(index, tensors, missing)
     return source, index
-
-
-def open_with(
-    options: OpenOptions,
-    path: Any,
-    format: str | None,
-    *,
-    counted: bool = False,
-    silent: bool = False,
-) -> tuple[Source, Index]:
-    """Open a checkpoint for a Dataset; the index has the structure that the options state."""
-    source, index = open_index(
-        path,
-        format,
-        storage_options=options.storage_options,
-        mmap=options.mmap,
-        whole=options.decode,
-        counted=counted,
-        silent=silent,
-        tensors=options.tensors,
-        missing=options.missing,
-        join_ranks=options.join_ranks,
-        **options.format_options,
-    )
-    return source, index if options.structure is None else correct(index, options.structure)
-
-
-def _with_ranks(
-    index: Index, files: CheckpointFiles, opened: Sequence[OpenFile], join_ranks: JoinRanks
-) -> Index:
-    """Join the tensors of ranks; warn of the other ranks if a file of a folder is only one."""
-    label = opened[0].label
-    is_of_folder = files.by == "single" and files.name != label
-    may_be_rank = is_of_folder and rank_of(file_name(label)) is not None
-    if files.by != "ranks" and not may_be_rank:
-        return index
-    from xckpt.opening import ranks
-
-    with paused_collector():
-        if may_be_rank:
-            return ranks.look_for_others(index, opened[0])
-        return ranks.join_ranks(index, opened, join_ranks)
-
-
-def _joined(
-    files: CheckpointFiles, opened: Sequence[OpenFile], format_options: Mapping[str, Any]
-) -> tuple[Source, Index]:
-    """Join the open files of a checkpoint; a single one may list others."""
-    file = opened[0]
-    if files.by == "single" and file.index.files is not None:
-        return _open_set(file, file.index.files, format_options)
-    if files.by != "single" or file.label != files.name:
-        with paused_collector():
-            return merge(files, opened)
-    warnings = (*files.warnings, *file.index.warnings)
-    index = replace(
-        file.index,
-        checkpoint=files.described(),
-        warnings=warnings,
-        attrs={**files.attrs, **file.index.attrs},
-    )
-    return file.source, index
-
-
-def _without_missing_shards(source: Source, index: Index) -> Index:
-    """Mark tensors with parts in local files that are missing, or are not the expected ones."""
-    missing: dict[str | None, CheckpointError] = {}
-    for label, file in sources_of(source, index.shards).items():
-        try:
-            _ = file.file  # opens it
-        except FileChangedError:
-            raise
-        except CheckpointError as error:
-            missing[label] = error.with_traceback(None)
-    if not missing:
-        return index
-    tensors = dict(index.tensors)
-    for name, tensor in index.tensors.items():
-        parts = [part for part in tensor.parts.values() if part.nbytes]
-        label = next((part.shard for part in parts if part.shard in missing), None)
-        if label is not None and tensor.problem is None:
-            problem = copy(missing[label]).located(tensor=name)
-            tensors[name] = replace(tensor, problem=problem)
-    return replace(index, tensors=tensors)
-
-
-def _report_unreadable(index: Index, tensors: TensorFilter | None, missing: Missing) -> None:
-    """Warn of tensors that damage or missing files made unreadable, or raise the first error."""
-    causes = index.unreadable()
-    if causes and tensors is not None:
-        causes = index.unreadable(select(index.tensors, tensors))
-    damage = [cause for cause in causes if cause.is_damage]
-    if damage and missing == "raise":
-        first = damage[0]
-        raise copy(first.error).located(path=index.source, tensor=first.tensors[0])
-    if damage:
-        warn(unreadable_text(index.source, damage, len(index.tensors)), UnreadableWarning)
-
-
-def _open_set(
-    first: OpenFile, file_set: FileSet, format_options: Mapping[str, Any]
-) -> tuple[Source, Index]:
-    """Open the other files of a checkpoint, which its first file lists."""
-    files = set_of(first.source, file_set)
-    label = file_set.names[file_set.position]
-    others = tuple([file for file in files.files if file.path != label])
-    try:
-        _, opened = open_each(replace(files, files=others), first.index.format, format_options)
-        opened.insert(file_set.position, replace(first, label=label))
-        with paused_collector():
-            source, index = merge(files, opened)
-    except CheckpointError as error:
-        hints = [error.hint, f"It is read with {first.source.name}"]
-        error.hint = ". ".join(filter(None, hints))
-        raise
-    if file_set.count not in {None, len(index.tensors)}:
-        reason = f"{len(index.tensors)} tensors are in all files, which say {file_set.count}"
-        raise FormatError(reason, path=first.source.name, offset=file_set.offset, rule="Split")
-    return source, index
-
-
-def _with_weights(source: Source, index: Index) -> Index:
-    """List quantised weights, described by a file next to the model."""
-    first = first_file(source)
-
-    def look(name: str) -> dict[str, Any] | None:
-        attr = index.attrs.get(name)
-        if isinstance(attr, dict):
-            return attr
-        content = read_sibling(first, f"{name}.json")
-        # Some formats store all attributes as text.
-        if content is None and isinstance(attr, str):
-            content = attr.encode("utf-8", "surrogatepass")
-        return None if content is None else parse_json(content)
-
-    def read(tensors: Sequence[Tensor]) -> list[bytes]:
-        from xckpt.arrays.parts import PartReader
-
-        contents = dict.fromkeys([tensor.name for tensor in tensors], b"")
-        by_source: dict[Source, list[Tensor]] = defaultdict(list)
-        for tensor in tensors:
-            part = tensor.parts["data"]
-            size = nbytes_of(part.dtype, tensor.size)
-            if part.inline is None and part.encoding is None:
-                by_source[sources[part.shard]].append(tensor)
-                continue
-            with suppress(CheckpointError):  # unreadable tensors stay as stored
-                data = PartReader(sources[part.shard], part).read(0, size, size)
-                contents[tensor.name] = bytes(data)
-        for file, batch in by_source.items():
-            ranges = [(t.parts["data"].offset, t.parts["data"].nbytes) for t in batch]
-            with suppress(CheckpointError), file.reading_header() as header:
-                for tensor, data in zip(batch, header.read_ranges(ranges), strict=True):
-                    contents[tensor.name] = bytes(data)
-        return list(contents.values())
-
-    sources = sources_of(source, index.shards)
-    return assemble_weights(index, find_declaration(look), read)
 
 
 def open_each(
@@ -327,124 +226,137 @@ def open_each(
     return replace(files, files=tuple(described)), readable
 
 
-def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None) -> Index:
-    """Read the index of a checkpoint: its tensors, attributes, and byte ranges, but no data.
-
-    Parameters
-    ----------
-    path : str, os.PathLike, bytes, binary file object, or list of these
-        Path, URL, or content of the file. Several files, a glob or an index of shards
-        (``*.index.json``) are one checkpoint.
-    storage_options : dict, optional
-        Credentials, time limits and other options of URLs, such as ``{"anon": True}``.
-
-    Returns
-    -------
-    Index
-        The index, in the same form for all formats.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be opened.
-    CheckpointError
-        If the file is malformed or has an unknown format.
-
-    Examples
-    --------
-    >>> index = xckpt.read_index("m.zt")
-    >>> index["lm_head.weight"].dtype
-    'float16'
-    """
-    return open_index(path, storage_options=storage_options)[1]
+def _joined(
+    files: CheckpointFiles, opened: Sequence[OpenFile], format_options: Mapping[str, Any]
+) -> tuple[Source, Index]:
+    """Join the open files of a checkpoint; a single one may list others."""
+    file = opened[0]
+    if files.by == "single" and file.index.files is not None:
+        return _open_set(file, file.index.files, format_options)
+    if files.by != "single" or file.label != files.name:
+        with paused_collector():
+            return merge(files, opened)
+    warnings = (*files.warnings, *file.index.warnings)
+    index = replace(
+        file.index,
+        checkpoint=files.described(),
+        warnings=warnings,
+        attrs={**files.attrs, **file.index.attrs},
+    )
+    return file.source, index
 
 
-def format_of(path: Any, storage_options: dict[str, Any] | None = None) -> str:
-    """Return the format of a checkpoint, detected from its content."""
-    location = Location.of(path, storage_options)
-    with advising(location):
-        source = _readable_file(files_of(location))
-    with source.reading_header() as header:
-        return formats.detect(header).name
-
-
-def _readable_file(files: CheckpointFiles) -> Source:
-    """Open the first file of a known format, else the first file."""
-    if not files.places:
-        raise MissingShardError("all of its files are missing", path=files.name)
-    places = list(files.places.values())
-    if files.by == "ranks":
-        return _readable_file(files_of(Location.of(places[0])))
-    first = open_place(places[0])
-    if files.weight_map is None or formats.recognized(first) is not None:
-        return first
-    others = map(open_place, places[1:])
-    return next((file for file in others if formats.recognized(file) is not None), first)
-
-
-def is_format(path: Any, format: str) -> bool:
-    """Return whether an object is a checkpoint of a format; False for anything else."""
+def _open_set(
+    first: OpenFile, file_set: FileSet, format_options: Mapping[str, Any]
+) -> tuple[Source, Index]:
+    """Open the other files of a checkpoint, which its first file lists."""
+    files = set_of(first.source, file_set)
+    label = file_set.names[file_set.position]
+    others = tuple([file for file in files.files if file.path != label])
     try:
-        location = Location.of(path)
-        if location.kind == "hub":
-            return _is_format_on_hub(location, format)
-        if not location.is_local and location.is_named:
-            return _is_called_like(location.file_name, format)
-        source = _readable_file(files_of(location))
-        recognized = formats.recognized(source)
-    except PermissionError:
+        _, opened = open_each(replace(files, files=others), first.index.format, format_options)
+        opened.insert(file_set.position, replace(first, label=label))
+        with paused_collector():
+            source, index = merge(files, opened)
+    except CheckpointError as error:
+        hints = [error.hint, f"It is read with {first.source.name}"]
+        error.hint = ". ".join(filter(None, hints))
         raise
-    except SeveralFilesError:
-        return True  # so that the user sees the error with the list of files
-    except (OSError, TypeError, ValueError) as error:
-        # The error of opening a missing file suggests a similar name, which xarray does not.
-        return type(error) is FileNotFoundError and _is_called_like(str(path), format)
-    if recognized is not None:
-        return recognized.name == format
-    # The error of opening a damaged file explains the damage, which xarray does not.
-    return _is_called_like(source.name, format) and formats.is_foreign(source)
+    if file_set.count not in {None, len(index.tensors)}:
+        reason = f"{len(index.tensors)} tensors are in all files, which say {file_set.count}"
+        raise FormatError(reason, path=first.source.name, offset=file_set.offset, rule="Split")
+    return source, index
 
 
-def _is_format_on_hub(location: Location, format: str) -> bool:
-    try:
-        return _on_hub.get(location.pinned().text, lambda: format_of(location)) == format
-    except FormatError:
-        return False
-    except (OSError, ImportError, CheckpointError, ValueError):
-        return True  # so that the user sees the error of opening it, not an error of xarray
+def _with_ranks(
+    index: Index, files: CheckpointFiles, opened: Sequence[OpenFile], join_ranks: JoinRanks
+) -> Index:
+    """Join the tensors of ranks; warn of the other ranks if a file of a folder is only one."""
+    label = opened[0].label
+    is_of_folder = files.by == "single" and files.name != label
+    may_be_rank = is_of_folder and rank_of(file_name(label)) is not None
+    if files.by != "ranks" and not may_be_rank:
+        return index
+    from xckpt.opening import ranks
+
+    with paused_collector():
+        if may_be_rank:
+            return ranks.look_for_others(index, opened[0])
+        return ranks.join_ranks(index, opened, join_ranks)
 
 
-def _is_called_like(path: str, format: str) -> bool:
-    """Return whether a name has a suffix of this format alone; other formats are not loaded."""
-    name = path.lower()
-    return name.endswith(formats.suffixes(format)) and name.endswith(
-        formats.get(format).own_suffixes
-    )
+def _without_missing_shards(source: Source, index: Index) -> Index:
+    """Mark tensors with parts in local files that are missing, or are not the expected ones."""
+    missing: dict[str | None, CheckpointError] = {}
+    for label, file in sources_of(source, index.shards).items():
+        try:
+            _ = file.file  # opens it
+        except FileChangedError:
+            raise
+        except CheckpointError as error:
+            missing[label] = error.with_traceback(None)
+    if not missing:
+        return index
+    tensors = dict(index.tensors)
+    for name, tensor in index.tensors.items():
+        parts = [part for part in tensor.parts.values() if part.nbytes]
+        label = next((part.shard for part in parts if part.shard in missing), None)
+        if label is not None and tensor.problem is None:
+            problem = copy(missing[label]).located(tensor=name)
+            tensors[name] = replace(tensor, problem=problem)
+    return replace(index, tensors=tensors)
 
 
-class AttributeRoom(NamedTuple):
-    """The attributes of a format."""
+def _with_weights(source: Source, index: Index) -> Index:
+    """List quantised weights, described by a file next to the model."""
+    first = first_file(source)
 
-    #: Names of attributes that state how a file is stored, not what it contains.
-    storage: frozenset[str] = frozenset()
-    #: Names of attributes that the format derives from other fields.
-    derived: frozenset[str] = frozenset()
-    #: Whether files have room for any attribute, and for any attribute of a tensor.
-    is_open: bool = False
-    is_open_for_tensors: bool = False
+    def look(name: str) -> dict[str, Any] | None:
+        attr = index.attrs.get(name)
+        if isinstance(attr, dict):
+            return attr
+        content = read_sibling(first, f"{name}.json")
+        # Some formats store all attributes as text.
+        if content is None and isinstance(attr, str):
+            content = attr.encode("utf-8", "surrogatepass")
+        return None if content is None else parse_json(content)
+
+    def read(tensors: Sequence[Tensor]) -> list[bytes]:
+        from xckpt.arrays.parts import PartReader
+
+        contents = dict.fromkeys([tensor.name for tensor in tensors], b"")
+        by_source: dict[Source, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            part = tensor.parts["data"]
+            size = nbytes_of(part.dtype, tensor.size)
+            if part.inline is None and part.encoding is None:
+                by_source[sources[part.shard]].append(tensor)
+                continue
+            with suppress(CheckpointError):  # unreadable tensors stay as stored
+                data = PartReader(sources[part.shard], part).read(0, size, size)
+                contents[tensor.name] = bytes(data)
+        for file, batch in by_source.items():
+            ranges = [(t.parts["data"].offset, t.parts["data"].nbytes) for t in batch]
+            with suppress(CheckpointError), file.reading_header() as header:
+                for tensor, data in zip(batch, header.read_ranges(ranges), strict=True):
+                    contents[tensor.name] = bytes(data)
+        return list(contents.values())
+
+    sources = sources_of(source, index.shards)
+    return assemble_weights(index, find_declaration(look), read)
 
 
-def room_for_attributes(name: str | None) -> AttributeRoom:
-    """Return the attributes of a format; no room for an object in memory."""
-    if name is None or name not in formats.names():
-        return AttributeRoom()
-    form = formats.get(name)
-    return AttributeRoom(
-        frozenset(form.storage_attrs),
-        frozenset(form.can.stated_attrs),
-        is_open=form.can.file_attrs is None,
-        is_open_for_tensors=form.can.tensor_attrs is None or form.can.arrangement,
-    )
+def _report_unreadable(index: Index, tensors: TensorFilter | None, missing: Missing) -> None:
+    """Warn of tensors that damage or missing files made unreadable, or raise the first error."""
+    causes = index.unreadable()
+    if causes and tensors is not None:
+        causes = index.unreadable(select(index.tensors, tensors))
+    damage = [cause for cause in causes if cause.is_damage]
+    if damage and missing == "raise":
+        first = damage[0]
+        raise copy(first.error).located(path=index.source, tensor=first.tensors[0])
+    if damage:
+        warn(unreadable_text(index.source, damage, len(index.tensors)), UnreadableWarning)
 
 
 # --- filters that match no tensor -----------------------------------------------------------------
@@ -500,3 +412,94 @@ def _opened_together(path: Any) -> list[Any]:
                 if isinstance(paths, list) and path in paths:
                     return paths
     return [path]
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def format_of(path: Any, storage_options: dict[str, Any] | None = None) -> str:
+    """Return the format of a checkpoint, detected from its content."""
+    location = Location.of(path, storage_options)
+    with advising(location):
+        source = _readable_file(files_of(location))
+    with source.reading_header() as header:
+        return formats.detect(header).name
+
+
+def is_format(path: Any, format: str) -> bool:
+    """Return whether an object is a checkpoint of a format; False for anything else."""
+    try:
+        location = Location.of(path)
+        if location.kind == "hub":
+            return _is_format_on_hub(location, format)
+        if not location.is_local and location.is_named:
+            return _is_called_like(location.file_name, format)
+        source = _readable_file(files_of(location))
+        recognized = formats.recognized(source)
+    except PermissionError:
+        raise
+    except SeveralFilesError:
+        return True  # so that the user sees the error with the list of files
+    except (OSError, TypeError, ValueError) as error:
+        # The error of opening a missing file suggests a similar name, which xarray does not.
+        return type(error) is FileNotFoundError and _is_called_like(str(path), format)
+    if recognized is not None:
+        return recognized.name == format
+    # The error of opening a damaged file explains the damage, which xarray does not.
+    return _is_called_like(source.name, format) and formats.is_foreign(source)
+
+
+def _is_format_on_hub(location: Location, format: str) -> bool:
+    try:
+        return _on_hub.get(location.pinned().text, lambda: format_of(location)) == format
+    except FormatError:
+        return False
+    except (OSError, ImportError, CheckpointError, ValueError):
+        return True  # so that the user sees the error of opening it, not an error of xarray
+
+
+def _is_called_like(path: str, format: str) -> bool:
+    """Return whether a name has a suffix of this format alone; other formats are not loaded."""
+    name = path.lower()
+    return name.endswith(formats.suffixes(format)) and name.endswith(
+        formats.get(format).own_suffixes
+    )
+
+
+def _readable_file(files: CheckpointFiles) -> Source:
+    """Open the first file of a known format, else the first file."""
+    if not files.places:
+        raise MissingShardError("all of its files are missing", path=files.name)
+    places = list(files.places.values())
+    if files.by == "ranks":
+        return _readable_file(files_of(Location.of(places[0])))
+    first = open_place(places[0])
+    if files.weight_map is None or formats.recognized(first) is not None:
+        return first
+    others = map(open_place, places[1:])
+    return next((file for file in others if formats.recognized(file) is not None), first)
+
+
+class AttributeRoom(NamedTuple):
+    """The attributes of a format."""
+
+    #: Names of attributes that state how a file is stored, not what it contains.
+    storage: frozenset[str] = frozenset()
+    #: Names of attributes that the format derives from other fields.
+    derived: frozenset[str] = frozenset()
+    #: Whether files have room for any attribute, and for any attribute of a tensor.
+    is_open: bool = False
+    is_open_for_tensors: bool = False
+
+
+def room_for_attributes(name: str | None) -> AttributeRoom:
+    """Return the attributes of a format; no room for an object in memory."""
+    if name is None or name not in formats.names():
+        return AttributeRoom()
+    form = formats.get(name)
+    return AttributeRoom(
+        frozenset(form.storage_attrs),
+        frozenset(form.can.stated_attrs),
+        is_open=form.can.file_attrs is None,
+        is_open_for_tensors=form.can.tensor_attrs is None or form.can.arrangement,
+    )
