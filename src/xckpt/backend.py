@@ -101,7 +101,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         bool
             False for anything that cannot be read.
         """
-        from xckpt.opening import is_format
+        from xckpt.opening.detection import is_format
 
         return bool(self.format) and is_format(filename_or_obj, self.format)
 

@@ -109,7 +109,7 @@ def open(  # noqa: A001  as gzip.open and others
     from xckpt.backend import DetectingBackend
     from xckpt.datasets.mappings import as_dataset
     from xckpt.index import Index
-    from xckpt.opening import format_of
+    from xckpt.opening.detection import format_of
 
     others: dict[str, Any] = {"tensors": tensors, **options}
     keywords = {name: others.pop(name) for name in OpenOptions.keywords()}
@@ -418,7 +418,7 @@ def _dataset(obj: Any) -> xr.Dataset:
     import xarray as xr
 
     from xckpt.datasets.mappings import as_dataset
-    from xckpt.opening import format_of
+    from xckpt.opening.detection import format_of
 
     if isinstance(obj, str | os.PathLike):
         return xr.open_dataset(obj, engine=format_of(obj))

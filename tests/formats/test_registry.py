@@ -88,7 +88,7 @@ def test_detection_loads_the_format_of_the_suffix_only(
     code = """if True:
         import sys
         from xckpt import formats
-        from xckpt.opening import is_format
+        from xckpt.opening.detection import is_format
         content = (2).to_bytes(8, "little") + b"{}"
         for path in ("m.SafeTensors", "m.gguf"):
             with open(path, "wb") as file:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from xckpt.errors import CheckpointError, shown
 from xckpt.formatting import counted, value_text
-from xckpt.opening import room_for_attributes
+from xckpt.opening.detection import room_for_attributes
 from xckpt.opening.reading import CONFIGS
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from xckpt.index import Tensor, paused_collector
 from xckpt.labels import AxisNamer, TensorFilter, select
 from xckpt.labels.filters import no_match
 from xckpt.labels.grids import stack_attrs
-from xckpt.opening import format_of, open_with
+from xckpt.opening import open_with
 from xckpt.opening.checkpoint import CheckpointFiles
+from xckpt.opening.detection import format_of
 from xckpt.opening.files import are_ranks, files_of
 from xckpt.opening.hints import advising
 from xckpt.opening.merging import OpenFile, labelled_attrs, merge
