@@ -144,7 +144,7 @@ def test_a_damaged_temporary_file_is_an_error_with_the_path(
     monkeypatch.setattr(Sink, "another", touched)
     ds = xr.Dataset({"w": ("n", da.zeros(4096, chunks=1024))})
     if damage == "cut short":
-        monkeypatch.setattr("xckpt.writing.job.write_at", lambda *_: None)
+        monkeypatch.setattr("xckpt.writing.computed.write_at", lambda *_: None)
     with pytest.raises(OSError, match=r"m\.zt'?$") as caught:
         save(ds, tmp_path / "m.zt", encoding={"*": {"compression": "zstd"}})
     assert PARTIAL_SUFFIX not in str(caught.value)

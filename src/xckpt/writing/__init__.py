@@ -9,10 +9,10 @@
 ``gathering`` lists the tensors of an xarray object, with the streams of their bytes
 (`xckpt.arrays.converted`); ``sparse_parts`` takes sparse arrays apart. ``fitting`` brings them into
 a form that the format has, and finds attributes that a reader would not return. ``targets`` has
-the paths of new files, with their formats and folders. ``job`` plans the files, computes dask
-arrays straight into their places, and ``streaming`` writes all other parts. ``contents``
-hashes tensors, whatever their files, and ``manifests`` stores the digests as JSON. ``plain`` makes
-a Dataset that xarray itself can write to netCDF and zarr.
+the paths of new files, with their formats and folders. ``job`` plans the files, ``computed``
+computes dask arrays straight into their places, and ``streaming`` writes all other parts.
+``contents`` hashes tensors, whatever their files, and ``manifests`` stores the digests as JSON.
+``plain`` makes a Dataset that xarray itself can write to netCDF and zarr.
 
 May import formats (the registry and `formats.plan`), opening, datasets and all below them; neither
 scan nor statistics. Read ``saving`` first, which has the public functions, and then ``job``.
