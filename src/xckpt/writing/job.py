@@ -68,22 +68,98 @@ _UNSTACK = (
 )
 
 
-def _without_tensor(offset: int | None, data: ByteStream) -> PlannedPart:
-    """Return a planned part for bytes that belong to no tensor."""
-    part = WantedPart("uint8", (data.size,), data.size)
-    return PlannedPart(*NO_TENSOR, part, offset, data=data)
+def plan_job(
+    gathered: Gathered,
+    fitting: Fitting,
+    target: Target,
+    format_options: Mapping[str, Any],
+    *,
+    # Files that the tensors are read from.
+    sources: Iterable[Source],
+    # Returns the index of the file that the tensors come from, if it has the same format.
+    before: Callable[[], Index | None],
+    # The file to append to, and whether to replace its tensors that have the same name.
+    grown: Source | None = None,
+    replace: bool = False,
+) -> WriteJob:
+    """Return the job that writes a planned file, and warn of changes; nothing is written yet."""
+    origin = origin_of(gathered) if target.is_folder else None
+    if origin is not None:
+        target = target.in_folder(origin.stem({payload.name for payload in gathered.payloads}))
+        attrs = {k: value for k, value in gathered.attrs.items() if f"{k}.json" not in CONFIGS}
+        gathered = gathered._replace(attrs=attrs)
+    path, label = target.path, os.path.basename(target.path)  # noqa: PTH119  it may be a URL
+    try:
+        draft, payloads = fitting.draft(gathered, path)
+        if grown is None:
+            typed_attrs = with_written_type(draft.attrs, gathered, payloads)
+            draft = dataclasses.replace(draft, attrs=typed_attrs)
+        plan = _plan(draft, fitting, format_options, before=before, grown=grown, replace=replace)
+        fitting.changes.add_all(_IN_STATE_DICT, _wrapper_of(draft.tensors))
+        fitting.changes.add_all(_OTHER_SHARDS, target.other_shards(plan.companions))
+        paths = [path, *map(target.companion, plan.companions)]
+        superseded = None
+        if plan.suffix:
+            target.check()  # an existing file is an error, though it is not written
+            superseded = label if target.overwrite else None
+            target = target._replace(path=path + plan.suffix)
+            paths.append(target.path)
+        elif not plan.companions:
+            target.require_no_shards()
+        overwritten = {_resolved(name) for name in paths if target.overwrite}
+        companions = None
+        if origin is not None:
+            companions = companions_of(origin, draft.tensors, target, fitting.changes)
+        job = WriteJob(
+            plan,
+            payloads,
+            fitting.cast,
+            target,
+            label,
+            grown=grown,
+            replaced=[source for source in sources if _resolved(source.name) in overwritten],
+            superseded=superseded,
+            beside=companions,
+        )
+    except CheckpointError as error:
+        raise error.located(path=path) from error.__cause__
+    for existing in filter(os.path.lexists, () if is_remote(path) or grown is not None else paths):
+        target._replace(path=existing).check()  # nothing changes if the file may not be replaced
+    fitting.changes.warn(target.path)
+    return job
 
 
-def _literal(data: bytes) -> Converted:
-    return Converted(np.frombuffer(data, np.uint8), "uint8", "exact")
+def _wrapper_of(names: Collection[str]) -> list[str]:
+    """Return the key of a torch checkpoint that all names begin with; empty without one."""
+    prefixes = {name.partition(".")[0] for name in names}
+    return [f"{key}." for key in prefixes & _STATE_DICTS if prefixes == {key}]
 
 
-class _FileToWrite(NamedTuple):
-    """One file of a checkpoint: its name if it is a companion, its plan, and parts with data."""
+def _plan(
+    draft: Draft,
+    fitting: Fitting,
+    format_options: Mapping[str, Any],
+    *,
+    before: Callable[[], Index | None],
+    grown: Source | None,
+    replace: bool,
+) -> Plan:
+    """Plan a file, or the end of the one to append to, and note what it does not keep."""
+    writer = fitting.writer
+    make_plan = writer.plan if grown is None else partial(writer.append, grown, replace=replace)
+    plan = make_plan(draft, **format_options)
+    for loss, names in plan.losses.items():
+        fitting.changes.add_all(loss, names)
+    changed = changed_attributes(
+        draft, plan, writer, given=format_options, before=before, grown=grown
+    )
+    for change, name in changed:
+        fitting.changes.add(change, name)
+    return plan
 
-    name: str | None
-    plan: Plan
-    parts: list[PlannedPart]
+
+def _resolved(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
 
 
 class WriteJob:
@@ -184,31 +260,6 @@ class WriteJob:
             finally:
                 _abort(sinks)  # Ctrl-C may have come before the first call did anything
 
-    def delayed(self) -> Any:
-        """Make the tasks that write everything; the last one returns nothing."""
-        import dask
-
-        sinks = dask.delayed(self._begin_or_abort, pure=False)()
-        count = len(self._files) + (self._spooled > 0)
-        places = [dask.delayed(_place_of, pure=True)(sinks, file) for file in range(count)]
-        return dask.delayed(self._end, pure=False)(sinks, self._store(places))
-
-    def _store(self, places: Sequence[Any], observer: str = "") -> list[Any]:
-        """Return the tasks that compute all dask arrays into the files at these places."""
-        return [
-            store_array(data, places[file], offset, observer) for data, file, offset in self._stores
-        ]
-
-    def _begin_or_abort(self) -> list[Sink]:
-        """Make and return the temporary files; remove them all after an error."""
-        sinks: list[Sink] = []
-        try:
-            self._begin(sinks)
-        except BaseException:
-            _abort(sinks)
-            raise
-        return sinks
-
     def _begin(self, sinks: list[Sink]) -> None:
         """Make the temporary files in their known sizes; the last one is the spool."""
         *companions, main = self._files
@@ -232,10 +283,50 @@ class WriteJob:
         for position, offset, nbytes in self._reserved:
             sinks[position].reserve(offset, nbytes)
 
-    def _end(self, sinks: list[Sink], lost: Sequence[Array]) -> None:
-        """Finish the files; the last task of `delayed`, which waits for those of `_store`."""
-        self._finish(sinks, Progress(False, ""))  # noqa: FBT003  no bar
-        self._warn_of_lost(lost)
+    def _store(self, places: Sequence[Any], observer: str = "") -> list[Any]:
+        """Return the tasks that compute all dask arrays into the files at these places."""
+        return [
+            store_array(data, places[file], offset, observer) for data, file, offset in self._stores
+        ]
+
+    def _finish(self, sinks: list[Sink], bar: Progress) -> int:
+        """Stream all remaining parts, and rename the files."""
+        written: dict[tuple[str, str], Written] = {}
+        ends = []
+        for file, sink in zip(self._files, sinks, strict=False):
+            for planned in file.parts:
+                if isinstance(planned.data, SpooledBytes):
+                    planned.data.file = sinks[-1].place
+            done, end = stream(file.parts, sink, file.plan.alignment, bar)
+            written |= done
+            ends.append(end)
+        nbytes = 0
+        for file, sink, end in zip(self._files, sinks, ends, strict=False):
+            nbytes += _complete(file.plan, sink, end, written)
+        companions = {file.name or "": sink for file, sink in zip(self._files, sinks, strict=False)}
+        main = companions.pop("")
+        plan = self._files[-1].plan
+
+        def referring(names: Mapping[str, str]) -> Sink:
+            """Write the main file as it is when companions have other names."""
+            if plan.renamed is None or plan.parts:
+                text = "a plan with companions leaves all parts to them, and can rename them"
+                raise TypeError(text)
+            renamed = plan.renamed(names)
+            sinks.append(main.another())
+            _complete(renamed, sinks[-1], _put_literals(renamed.literals, sinks[-1], 0), written)
+            return sinks[-1]
+
+        publish(
+            main,
+            companions,
+            replaced=self._replaced,
+            referring=referring,
+            superseded=self._superseded,
+        )
+        if self._beside is not None:
+            self._beside.write(self.target)
+        return nbytes
 
     def _warn_of_lost(self, lost: Sequence[Array]) -> None:
         """Warn of lost elements, NaN, infinities and zeros, which `lost` counts for dask arrays."""
@@ -277,44 +368,47 @@ class WriteJob:
                 text = "counters and constants stay integers"
                 warn(f"{self.target.path}: {total} rounded to {dtype}, as {text}: {some(names)}")
 
-    def _finish(self, sinks: list[Sink], bar: Progress) -> int:
-        """Stream all remaining parts, and rename the files."""
-        written: dict[tuple[str, str], Written] = {}
-        ends = []
-        for file, sink in zip(self._files, sinks, strict=False):
-            for planned in file.parts:
-                if isinstance(planned.data, SpooledBytes):
-                    planned.data.file = sinks[-1].place
-            done, end = stream(file.parts, sink, file.plan.alignment, bar)
-            written |= done
-            ends.append(end)
-        nbytes = 0
-        for file, sink, end in zip(self._files, sinks, ends, strict=False):
-            nbytes += _complete(file.plan, sink, end, written)
-        companions = {file.name or "": sink for file, sink in zip(self._files, sinks, strict=False)}
-        main = companions.pop("")
-        plan = self._files[-1].plan
+    def delayed(self) -> Any:
+        """Make the tasks that write everything; the last one returns nothing."""
+        import dask
 
-        def referring(names: Mapping[str, str]) -> Sink:
-            """Write the main file as it is when companions have other names."""
-            if plan.renamed is None or plan.parts:
-                text = "a plan with companions leaves all parts to them, and can rename them"
-                raise TypeError(text)
-            renamed = plan.renamed(names)
-            sinks.append(main.another())
-            _complete(renamed, sinks[-1], _put_literals(renamed.literals, sinks[-1], 0), written)
-            return sinks[-1]
+        sinks = dask.delayed(self._begin_or_abort, pure=False)()
+        count = len(self._files) + (self._spooled > 0)
+        places = [dask.delayed(_place_of, pure=True)(sinks, file) for file in range(count)]
+        return dask.delayed(self._end, pure=False)(sinks, self._store(places))
 
-        publish(
-            main,
-            companions,
-            replaced=self._replaced,
-            referring=referring,
-            superseded=self._superseded,
-        )
-        if self._beside is not None:
-            self._beside.write(self.target)
-        return nbytes
+    def _begin_or_abort(self) -> list[Sink]:
+        """Make and return the temporary files; remove them all after an error."""
+        sinks: list[Sink] = []
+        try:
+            self._begin(sinks)
+        except BaseException:
+            _abort(sinks)
+            raise
+        return sinks
+
+    def _end(self, sinks: list[Sink], lost: Sequence[Array]) -> None:
+        """Finish the files; the last task of `delayed`, which waits for those of `_store`."""
+        self._finish(sinks, Progress(False, ""))  # noqa: FBT003  no bar
+        self._warn_of_lost(lost)
+
+
+class _FileToWrite(NamedTuple):
+    """One file of a checkpoint: its name if it is a companion, its plan, and parts with data."""
+
+    name: str | None
+    plan: Plan
+    parts: list[PlannedPart]
+
+
+def _without_tensor(offset: int | None, data: ByteStream) -> PlannedPart:
+    """Return a planned part for bytes that belong to no tensor."""
+    part = WantedPart("uint8", (data.size,), data.size)
+    return PlannedPart(*NO_TENSOR, part, offset, data=data)
+
+
+def _literal(data: bytes) -> Converted:
+    return Converted(np.frombuffer(data, np.uint8), "uint8", "exact")
 
 
 def _abort(sinks: Iterable[Sink]) -> None:
@@ -342,97 +436,3 @@ def _complete(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], W
     nbytes = end if plan.nbytes is None else plan.nbytes
     sink.resize(nbytes)
     return nbytes
-
-
-def plan_job(
-    gathered: Gathered,
-    fitting: Fitting,
-    target: Target,
-    format_options: Mapping[str, Any],
-    *,
-    # Files that the tensors are read from.
-    sources: Iterable[Source],
-    # Returns the index of the file that the tensors come from, if it has the same format.
-    before: Callable[[], Index | None],
-    # The file to append to, and whether to replace its tensors that have the same name.
-    grown: Source | None = None,
-    replace: bool = False,
-) -> WriteJob:
-    """Return the job that writes a planned file, and warn of changes; nothing is written yet."""
-    origin = origin_of(gathered) if target.is_folder else None
-    if origin is not None:
-        target = target.in_folder(origin.stem({payload.name for payload in gathered.payloads}))
-        attrs = {k: value for k, value in gathered.attrs.items() if f"{k}.json" not in CONFIGS}
-        gathered = gathered._replace(attrs=attrs)
-    path, label = target.path, os.path.basename(target.path)  # noqa: PTH119  it may be a URL
-    try:
-        draft, payloads = fitting.draft(gathered, path)
-        if grown is None:
-            typed_attrs = with_written_type(draft.attrs, gathered, payloads)
-            draft = dataclasses.replace(draft, attrs=typed_attrs)
-        plan = _plan(draft, fitting, format_options, before=before, grown=grown, replace=replace)
-        fitting.changes.add_all(_IN_STATE_DICT, _wrapper_of(draft.tensors))
-        fitting.changes.add_all(_OTHER_SHARDS, target.other_shards(plan.companions))
-        paths = [path, *map(target.companion, plan.companions)]
-        superseded = None
-        if plan.suffix:
-            target.check()  # an existing file is an error, though it is not written
-            superseded = label if target.overwrite else None
-            target = target._replace(path=path + plan.suffix)
-            paths.append(target.path)
-        elif not plan.companions:
-            target.require_no_shards()
-        overwritten = {_resolved(name) for name in paths if target.overwrite}
-        companions = None
-        if origin is not None:
-            companions = companions_of(origin, draft.tensors, target, fitting.changes)
-        job = WriteJob(
-            plan,
-            payloads,
-            fitting.cast,
-            target,
-            label,
-            grown=grown,
-            replaced=[source for source in sources if _resolved(source.name) in overwritten],
-            superseded=superseded,
-            beside=companions,
-        )
-    except CheckpointError as error:
-        raise error.located(path=path) from error.__cause__
-    for existing in filter(os.path.lexists, () if is_remote(path) or grown is not None else paths):
-        target._replace(path=existing).check()  # nothing changes if the file may not be replaced
-    fitting.changes.warn(target.path)
-    return job
-
-
-def _wrapper_of(names: Collection[str]) -> list[str]:
-    """Return the key of a torch checkpoint that all names begin with; empty without one."""
-    prefixes = {name.partition(".")[0] for name in names}
-    return [f"{key}." for key in prefixes & _STATE_DICTS if prefixes == {key}]
-
-
-def _plan(
-    draft: Draft,
-    fitting: Fitting,
-    format_options: Mapping[str, Any],
-    *,
-    before: Callable[[], Index | None],
-    grown: Source | None,
-    replace: bool,
-) -> Plan:
-    """Plan a file, or the end of the one to append to, and note what it does not keep."""
-    writer = fitting.writer
-    make_plan = writer.plan if grown is None else partial(writer.append, grown, replace=replace)
-    plan = make_plan(draft, **format_options)
-    for loss, names in plan.losses.items():
-        fitting.changes.add_all(loss, names)
-    changed = changed_attributes(
-        draft, plan, writer, given=format_options, before=before, grown=grown
-    )
-    for change, name in changed:
-        fitting.changes.add(change, name)
-    return plan
-
-
-def _resolved(path: str) -> str:
-    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
