@@ -21,8 +21,8 @@ from tests.stats.reference import FLOATS, LARGE_INTEGERS, SMALL_INTEGERS, dtype_
 from xckpt.arrays.kinds import kind_named
 from xckpt.comparison import measure
 from xckpt.scan import statistics_cache
-from xckpt.scan.statistics_cache import key_of, open_records, rows_of
-from xckpt.statistics import computing, histograms
+from xckpt.scan.statistics_cache import key_of, open_records, open_rows
+from xckpt.statistics import computing, exact_quantiles, histograms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return wrapped
 
-    for module in (computing, histograms, measure):
+    for module in (computing, exact_quantiles, histograms, measure):
         monkeypatch.setattr(module, "gather", recording(module.gather))
     return names
 
@@ -72,15 +72,10 @@ NOISE = np.random.default_rng(0).bytes(24 << 20)
 def rows_of_size(nbytes: int, number: int) -> bool:
     """Cache a row of some bytes, and return whether it had to be computed."""
     row = np.frombuffer(NOISE[:nbytes], "<f8")
-    computed: list[int] = []
-
-    def compute(missing: list[int]) -> list[Any]:
-        computed.extend(missing)
-        return [row] * len(missing)
-
-    (same,) = rows_of([TENSOR], (number,), len(row), compute, enabled=True)
-    assert same.tobytes() == row.tobytes()
-    return bool(computed)
+    with open_rows([TENSOR], (number,), len(row), enabled=True) as rows:
+        rows.add([row] * len(rows.missing))
+    assert rows.values.tobytes() == row.tobytes()
+    return bool(rows.missing)
 
 
 def save(path: Path, tensors: dict[str, Array]) -> Path:

@@ -18,7 +18,7 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.labels.filters import suggest_names
 from xckpt.progress import Progress
 from xckpt.scan.scanning import Accumulator, MergeTree, gather, runs
-from xckpt.scan.statistics_cache import rows_of
+from xckpt.scan.statistics_cache import open_rows
 from xckpt.statistics.tables import STATUSES
 from xckpt.statistics.vector_kernel import LANES
 
@@ -418,14 +418,17 @@ def summed(
     find: Callable[[list[int], Progress], Sequence[Comparison]] | None = None,
 ) -> Array:
     """Return the `PAIR_COLUMNS` of each pair of tensors."""
-    with Progress(progress, "comparison") as bar:
-
-        def rows(numbers: list[int]) -> list[list[float]]:
-            batch = [pairs[number] for number in numbers]
-            comparisons = find(numbers, bar) if find else compared(batch, bar, cache=cache)
-            return [comparison.row() for comparison in comparisons]
-
-        return rows_of(pairs, ("comparison", *PAIR_COLUMNS), len(PAIR_COLUMNS), rows, enabled=cache)
+    cache_key = ("comparison", *PAIR_COLUMNS)
+    with (
+        Progress(progress, "comparison") as bar,
+        open_rows(pairs, cache_key, len(PAIR_COLUMNS), enabled=cache) as rows,
+    ):
+        if find is None:
+            comparisons = compared([pairs[n] for n in rows.missing], bar, cache=cache)
+        else:
+            comparisons = find(rows.missing, bar)
+        rows.add(comparison.row() for comparison in comparisons)
+    return rows.values
 
 
 def compared(pairs: Sequence[Zip | ChunkedZip], bar: Progress, *, cache: bool) -> list[Comparison]:

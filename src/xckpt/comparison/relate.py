@@ -16,7 +16,7 @@ from xckpt.comparison.arrangements import USUAL_WIDTHS, RopePermuted, Step, Tran
 from xckpt.comparison.classify import TURNED_SLOTS, Places
 from xckpt.comparison.pairs import Match, identity_of, pair_of
 from xckpt.comparison.relations.verification import correlation_of, sample_of, sides_after
-from xckpt.scan.statistics_cache import rows_of
+from xckpt.scan.statistics_cache import open_rows
 from xckpt.storage.limits import cpu_count
 from xckpt.threads import Threads
 
@@ -75,14 +75,14 @@ def relate_known(
         if chains:
             identity = identity_of(ours, theirs, repr(chains))
             choices[id(match)] = _Choice(match, chains, ours.kind, identity)
-
-    def find(numbers: list[int]) -> list[list[float]]:
-        with Threads(cpu_count(), "xckpt-relate") as threads:
-            chosen = [listed[number] for number in numbers]
-            return [[float(best)] for best in threads.map(_Choice.best, chosen)]
-
     listed = list(choices.values())
-    bests = rows_of(listed, ("relation",), 1, find, enabled=cache)[:, 0].astype(int).tolist()
+    with (
+        open_rows(listed, ("relation",), 1, enabled=cache) as cached,
+        Threads(cpu_count(), "xckpt-relate") as threads,
+    ):
+        missing = [listed[number] for number in cached.missing]
+        cached.add([float(best)] for best in threads.map(_Choice.best, missing))
+    bests = cached.values[:, 0].astype(int).tolist()
     chosen = {
         key: choice.chains[best]
         for (key, choice), best in zip(choices.items(), bests, strict=True)

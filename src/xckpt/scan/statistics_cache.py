@@ -32,7 +32,7 @@ from xckpt.storage import cache
 from xckpt.storage.source import is_of_one_opening
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from xckpt.arrays.kinds import Kind
@@ -107,36 +107,50 @@ def open_records(
             cache.make_room(folder, _LARGEST_FOLDER)
 
 
-def rows_of(
+@contextmanager
+def open_rows(
     streams: Sequence[Cacheable],
     # Name of the rows, and the options that they depend on.
     options: tuple[Any, ...],
     width: int,
-    # From positions of tensors to their rows.
-    compute: Callable[[list[int]], Iterable[Sequence[float]]],
     *,
     enabled: bool,
-) -> Array:
-    """Return a row of `width` numbers for each tensor, cached or computed."""
-    rows = np.full((len(streams), width), np.nan)
+) -> Iterator[CachedRows]:
+    """Open the cached rows of tensors, of `width` numbers each; the caller adds missing ones."""
     with open_records(streams, _ROW, *options, width, enabled=enabled) as records:
+        yield CachedRows(streams, records, width)
+
+
+class CachedRows:
+    """A row of numbers for each tensor: the cached ones, and those that are added."""
+
+    def __init__(
+        self, streams: Sequence[Cacheable], records: Sequence[Records | None], width: int
+    ) -> None:
+        self._streams, self._records = streams, records
+        #: The rows; NaN where they are missing.
+        self.values: Array = np.full((len(streams), width), np.nan)
         cached: dict[int, bytes] = {}
         with paused_collector():
             for tensor, (stream, file) in enumerate(zip(streams, records, strict=True)):
                 value = None if file is None else file.get(_key_of_row(stream))
                 if value is not None and len(value) == 8 * width:
                     cached[tensor] = value
-        rows[list(cached)] = np.frombuffer(b"".join(cached.values()), "<f8").reshape(
+        self.values[list(cached)] = np.frombuffer(b"".join(cached.values()), "<f8").reshape(
             len(cached), width
         )
-        missing = [tensor for tensor in range(len(streams)) if tensor not in cached]
-        for tensor, row in zip(missing, compute(missing), strict=True):
-            rows[tensor] = row
-        for tensor in missing:
-            file = records[tensor]
+        #: Positions of the tensors without a cached row.
+        self.missing = [tensor for tensor in range(len(streams)) if tensor not in cached]
+
+    def add(self, rows: Iterable[Sequence[float]]) -> None:
+        """Add the missing rows, in the order of `missing`, and cache them."""
+        for tensor, row in zip(self.missing, rows, strict=True):
+            self.values[tensor] = row
+        for tensor in self.missing:
+            file = self._records[tensor]
             if file is not None:
-                file.put(_key_of_row(streams[tensor]), rows[tensor].astype("<f8").tobytes())
-    return rows
+                value = self.values[tensor].astype("<f8").tobytes()
+                file.put(_key_of_row(self._streams[tensor]), value)
 
 
 def _key_of_row(stream: Cacheable) -> bytes:

@@ -14,7 +14,7 @@ from xckpt.options import ScanOptions, takes
 from xckpt.progress import Progress
 from xckpt.scan.entries import contents_of, deferred, entries_of, filter_of, laid, laid_out
 from xckpt.scan.scanning import gather, load_cached
-from xckpt.scan.statistics_cache import rows_of
+from xckpt.scan.statistics_cache import open_rows
 from xckpt.statistics.channel_sketches import ChannelSketch, channel_statistics, width_of
 from xckpt.statistics.counts import Sketch
 from xckpt.statistics.definitions import (
@@ -220,17 +220,12 @@ def _describe_all(
     of_short_rows = [entry for entry in entries if not entry.streams]
     tables: Iterable[Array] = ()
     with Progress(progress, "statistics") as bar:
-        rows = rows_of(
-            streams,
-            cache_key,
-            request.width,
-            lambda missing: _describe_tensors([streams[n] for n in missing], request, bar),
-            enabled=request.cache,
-        )
+        with open_rows(streams, cache_key, request.width, enabled=request.cache) as rows:
+            rows.add(_describe_tensors([streams[n] for n in rows.missing], request, bar))
         if of_short_rows:
             tables = describe_rows(of_short_rows, request.quantiles, bar)
-    dead = [None if isnan(number) else int(number) for number in rows[:, -1].tolist()]
-    values = rows[:, :-1]
+    dead = [None if isnan(number) else int(number) for number in rows.values[:, -1].tolist()]
+    values = rows.values[:, :-1]
     described = iter(tables)
     results: list[_Description] = []
     stop = 0

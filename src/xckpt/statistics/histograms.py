@@ -15,12 +15,12 @@ from xckpt.options import ScanOptions, takes
 from xckpt.progress import Progress
 from xckpt.scan.entries import contents_of, entries_of, filter_of, laid
 from xckpt.scan.scanning import gather
-from xckpt.scan.statistics_cache import rows_of
+from xckpt.scan.statistics_cache import open_rows
 from xckpt.statistics.counts import Sketch
 from xckpt.statistics.describe import Spectrum, spectrum
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Sequence
 
     from numpy.typing import ArrayLike
 
@@ -169,28 +169,29 @@ def histogram(
     packed: dict[int, bytes] = {}
     with Progress(options["progress"], "histogram") as bar:
 
-        def scan(missing: list[int]) -> list[list[float]]:
+        def scan(tensors: list[int]) -> list[list[float]]:
             def finish(position: int, sketch: Sketch) -> list[float]:
-                packed[missing[position]] = sketch.pack()
+                packed[tensors[position]] = sketch.pack()
                 elements = spectrum(sketch)
                 return _span(elements, elements.values(elements.counts > 0))
 
-            selected = [streams[tensor] for tensor in missing]
+            selected = [streams[tensor] for tensor in tensors]
             return gather(selected, Sketch, finish, bar, cache=cache, stretched=True)
 
-        def count(missing: list[int]) -> Iterator[Any]:
-            scan([tensor for tensor in missing if tensor not in packed])
-            for tensor in missing:
-                sketch = Sketch.unpack(packed.pop(tensor), streams[tensor])
-                yield _count(spectrum(sketch), edges).view(np.float64)
+        def count(tensor: int) -> Array:
+            sketch = Sketch.unpack(packed.pop(tensor), streams[tensor])
+            # Rows are floats, which cannot represent every large count: store the bits of integers.
+            return _count(spectrum(sketch), edges).view(np.float64)
 
-        spans = rows_of(streams, ("span",), 3, scan, enabled=cache)
-        edges = bin_edges(count_or_edges, scale, spans[~np.isnan(spans[:, 0])].tolist())
-        # Rows are floats, which cannot represent every large count: store the bits of the integers.
+        with open_rows(streams, ("span",), 3, enabled=cache) as spans:
+            spans.add(scan(spans.missing))
+        known = ~np.isnan(spans.values[:, 0])
+        edges = bin_edges(count_or_edges, scale, spans.values[known].tolist())
         cache_key = ("tallies", *edges.tolist())
-        width = len(edges) - 1
-        rows = rows_of(streams, cache_key, width, count, enabled=cache)
-    return _laid_out(rows.view(np.int64), edges, entries, contents)
+        with open_rows(streams, cache_key, len(edges) - 1, enabled=cache) as rows:
+            scan([tensor for tensor in rows.missing if tensor not in packed])
+            rows.add(map(count, rows.missing))
+    return _laid_out(rows.values.view(np.int64), edges, entries, contents)
 
 
 def _laid_out(
