@@ -44,7 +44,7 @@ ALLOWED = {
         *("labels/conventions.py", "comparison/names.py"),
     },
     "numbers that siblings have apart from one another": {
-        *("comparison/explaining/siblings.py", "comparison/explaining/fitting.py"),
+        *("comparison/explaining/siblings.py", "comparison/explaining/naming_votes.py"),
     },
 }
 #: Modules that take a name apart without its structure, by the reason.

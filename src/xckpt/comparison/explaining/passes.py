@@ -17,9 +17,9 @@ import numpy as np
 from xckpt.arrays.lazy import dense_values
 from xckpt.comparison.arrangements import Padded, Truncated, arranged, part_of
 from xckpt.comparison.explaining.conversions import converted, folded, partly_converted
-from xckpt.comparison.explaining.fitting import fitting_worse
 from xckpt.comparison.explaining.joining import joined
 from xckpt.comparison.explaining.low_rank import NEAR, low_ranks, zero_rows
+from xckpt.comparison.explaining.naming_votes import fitting_worse
 from xckpt.comparison.explaining.outcome import (
     ALONE,
     SIDES,
