@@ -4,8 +4,8 @@ The room may import statistics, scan and everything below them, but not health. 
 first: it turns two objects into a Dataset of measures. `match` pairs tensors, with `sketches` of
 their numbers and with their `names`. `relate` finds the steps between their elements that formats
 state (`arrangements`), `pairs` chooses the order in which two are read, `measure` and `cells` sum
-up their differences, `explaining` searches for causes among `relations`, and `classify` decides
-which of these explain a tensor.
+up their differences, and `explaining` searches for causes among `relations`. `classify` knows the
+places of tensors in both models, and the causes that these admit.
 """
 
 from xckpt.comparison.comparing import compare

@@ -1,4 +1,4 @@
-"""Causes of a difference that the place of a tensor in its model admits.
+"""The places of tensors in both models, and the causes of a difference that a place admits.
 
 A relation that holds for every element is not always an explanation. It has to be one that a
 conversion makes of this tensor (`Places`), the numbers have to be rounded as real numbers are
