@@ -81,38 +81,10 @@ _LARGEST_BIAS = 1 << 20
 _MOST_OWNERS = 8
 
 
-def explain(
-    cases: Sequence[Case],
-    places: Places,
-    compare: Compare,
-    progress: ProgressOption,
-    merges: Merges | None = None,
-) -> list[Explanation | None]:
-    """Return an explanation for each case; None if it was not compared."""
-    with Progress(progress, "explanation") as bar:
-        work = Work(cases, places, compare, bar)
-        if merges is not None:
-            # Before all others: a tensor that is equal on both sides is not merged.
-            work.explanations |= merges.explain(cases, bar)
-        for find in PASSES:
-            for n, explanation in find(work).items():
-                work.explanations.setdefault(n, explanation)
-        work.explanations |= claimed_twice(cases, work.explanations)
-        work.explanations |= fitting_worse(cases, work.explanations, places)
-        work.explanations |= unlike_siblings(cases, work.explanations, places, work.verify)
-        work.explanations |= turned_alone(cases, work.explanations, places)
-        work.explanations |= unlike_norms(cases, work.explanations, places)
-        work.explanations |= unlike_module(cases, work.explanations)
-        work.explanations |= unlike_few_siblings(cases, work.explanations, places, work.verify)
-    return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]
-
-
-def _named(case: Case, explanation: Explanation | None) -> Explanation | None:
-    """Add the name of the tensor in `b` to an explanation, if it differs."""
-    partner = case.other_name
-    if explanation is None or not partner or explanation.other_names:
-        return explanation
-    return explanation.renamed(partner, "b")
+def unread(work: Work) -> Explanations:
+    """Explain tensors that cannot be read on one side by the error of their file."""
+    problems = [(n, case.match.problem) for n, case in enumerate(work.cases)]
+    return {n: unreadable(problem) for n, problem in problems if problem is not None}
 
 
 def equal(work: Work) -> Explanations:
@@ -122,12 +94,6 @@ def equal(work: Work) -> Explanations:
         for n, case in enumerate(work.cases)
         if case.status == "same"
     }
-
-
-def unread(work: Work) -> Explanations:
-    """Explain tensors that cannot be read on one side by the error of their file."""
-    problems = [(n, case.match.problem) for n, case in enumerate(work.cases)]
-    return {n: unreadable(problem) for n, problem in problems if problem is not None}
 
 
 def in_place(work: Work) -> Explanations:
@@ -183,7 +149,7 @@ def moved(work: Work) -> Explanations:
     })  # fmt: skip
 
 
-# --- tensors that only one side has --------------------------------------------------------------
+# --- tensors that only one side has ---------------------------------------------------------------
 
 
 def renamed(work: Work) -> Explanations:
@@ -541,6 +507,9 @@ def _tied(work: Work, n: int, owner: int, link: Link) -> Explanation:
     return Explanation((status,), text, holds=False)
 
 
+# --- all passes -----------------------------------------------------------------------------------
+
+
 #: All passes, in order.
 PASSES: tuple[Callable[[Work], Explanations], ...] = (
     unread,
@@ -561,3 +530,37 @@ PASSES: tuple[Callable[[Work], Explanations], ...] = (
     described,
     tied,
 )
+
+
+def explain(
+    cases: Sequence[Case],
+    places: Places,
+    compare: Compare,
+    progress: ProgressOption,
+    merges: Merges | None = None,
+) -> list[Explanation | None]:
+    """Return an explanation for each case; None if it was not compared."""
+    with Progress(progress, "explanation") as bar:
+        work = Work(cases, places, compare, bar)
+        if merges is not None:
+            # Before all others: a tensor that is equal on both sides is not merged.
+            work.explanations |= merges.explain(cases, bar)
+        for find in PASSES:
+            for n, explanation in find(work).items():
+                work.explanations.setdefault(n, explanation)
+        work.explanations |= claimed_twice(cases, work.explanations)
+        work.explanations |= fitting_worse(cases, work.explanations, places)
+        work.explanations |= unlike_siblings(cases, work.explanations, places, work.verify)
+        work.explanations |= turned_alone(cases, work.explanations, places)
+        work.explanations |= unlike_norms(cases, work.explanations, places)
+        work.explanations |= unlike_module(cases, work.explanations)
+        work.explanations |= unlike_few_siblings(cases, work.explanations, places, work.verify)
+    return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]
+
+
+def _named(case: Case, explanation: Explanation | None) -> Explanation | None:
+    """Add the name of the tensor in `b` to an explanation, if it differs."""
+    partner = case.other_name
+    if explanation is None or not partner or explanation.other_names:
+        return explanation
+    return explanation.renamed(partner, "b")
