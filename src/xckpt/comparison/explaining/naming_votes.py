@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.classify import Places
     from xckpt.comparison.explaining.outcome import Case, Explanation
+    from xckpt.comparison.explaining.work import Explanations, Work
 
 _SEPARATOR = re.compile(r"([./])")
 _DIGITS = re.compile(r"(?<![0-9])[0-9]{1,9}(?![0-9])")
@@ -182,17 +183,16 @@ class _Pair(NamedTuple):
     sizes: tuple[int, int]
 
 
-def fitting_worse(
-    cases: Sequence[Case], explanations: Mapping[int, Explanation], places: Places
-) -> dict[int, Explanation]:
+def fitting_worse(work: Work) -> Explanations:
     """Return new explanations of pairs in whose place a tensor without a partner fits better."""
+    cases, explanations = work.cases, work.explanations
     siblings = Siblings(cases, explanations)
     lonely = _lonely(cases, explanations)
     if not any(lonely):
         return {}
     pairs = _pairs(siblings)
     spellings = [_with_zeros(list(numbers)) for numbers in siblings.numbers]
-    votes = _Votes([pair.names for pair in pairs], places, spellings)
+    votes = _Votes([pair.names for pair in pairs], work.places, spellings)
     limit = max(1, min(_MOST_LONELY, _MOST_TRIED // max(1, len(pairs))))
     for of_side in lonely:
         of_side.update({size: names[:limit] for size, names in of_side.items()})

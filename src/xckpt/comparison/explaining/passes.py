@@ -1,7 +1,7 @@
-"""Passes that explain why tensors differ, in the order of `PASSES`.
+"""Passes that explain why tensors differ. Read `explain` first, which is at the end.
 
-Merges of adapters come before all passes, and doubts raised by similar layers after them.
-A pass is a function that returns explanations of tensors that are still unexplained. Cheap passes
+Merges of adapters come before all `PASSES`, and `DOUBTS` raised by similar tensors after them. A
+pass is a function that returns explanations of tensors that are still unexplained. Cheap passes
 come first. A relation is reported as a fact only after it was verified on every element. `outcome`
 decides the outcome of each explanation.
 """
@@ -531,6 +531,24 @@ PASSES: tuple[Callable[[Work], Explanations], ...] = (
     tied,
 )
 
+#: Reasons to doubt explanations, in order. A tensor in doubt is no example for the next ones.
+DOUBTS: tuple[Callable[[Work], Explanations], ...] = (
+    # It shares its partner with another tensor, and one of its shape has none.
+    claimed_twice,
+    # A tensor without a partner fits its place better.
+    fitting_worse,
+    # Most of its siblings have another order of elements, or an offset.
+    unlike_siblings,
+    # It is transposed and other matrices are not, or the reverse.
+    turned_alone,
+    # Most norms of the model have an offset, and it has none.
+    unlike_norms,
+    # The rows of the bias or the weight of its module are in another order.
+    unlike_module,
+    # Its siblings are too few to show which of several orders is right.
+    unlike_few_siblings,
+)
+
 
 def explain(
     cases: Sequence[Case],
@@ -548,13 +566,8 @@ def explain(
         for find in PASSES:
             for n, explanation in find(work).items():
                 work.explanations.setdefault(n, explanation)
-        work.explanations |= claimed_twice(cases, work.explanations)
-        work.explanations |= fitting_worse(cases, work.explanations, places)
-        work.explanations |= unlike_siblings(cases, work.explanations, places, work.verify)
-        work.explanations |= turned_alone(cases, work.explanations, places)
-        work.explanations |= unlike_norms(cases, work.explanations, places)
-        work.explanations |= unlike_module(cases, work.explanations)
-        work.explanations |= unlike_few_siblings(cases, work.explanations, places, work.verify)
+        for doubt in DOUBTS:
+            work.explanations |= doubt(work)
     return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]
 
 

@@ -20,13 +20,10 @@ from xckpt.statistics.tables import TIED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from xckpt.comparison.arrangements import Shape, Step
+    from xckpt.comparison.arrangements import Shape
     from xckpt.comparison.classify import Places
+    from xckpt.comparison.explaining.work import Explanations, Work
     from xckpt.structure.model import Structure
-
-    #: Verifies, for each pair of a case and steps, whether its elements are related by the steps.
-    #: The result is None if they do not lead to the shape of the second tensor.
-    Verify = Callable[[Sequence[tuple[int, tuple[Step, ...]]]], Sequence[bool | None]]
 
 # The least number of siblings that show how a tensor should have been changed.
 _FEWEST_SIBLINGS = 4
@@ -105,18 +102,14 @@ def _convolution(structure: Structure, name: str) -> list[object]:
     return [structure.param(name)] if is_kernel else []
 
 
-def unlike_siblings(
-    cases: Sequence[Case],
-    explanations: Mapping[int, Explanation],
-    places: Places,
-    verify: Verify,
-) -> dict[int, Explanation]:
+def unlike_siblings(work: Work) -> Explanations:
     """Return new explanations of tensors that were not arranged as most of their siblings were."""
-    siblings = Siblings(cases, explanations)
+    explanations = work.explanations
+    siblings = Siblings(work.cases, explanations)
     unlike: dict[int, Explanation] = {}
     judged: set[int] = set()
     for forms_of in (_template, _one_number, _convolution):
-        groups = siblings.groups(places, forms_of)
+        groups = siblings.groups(work.places, forms_of)
         of_case = {n: members for members in groups.values() for n in members}
         suspects: list[_Suspect] = []
         for members in groups.values():
@@ -128,7 +121,7 @@ def unlike_siblings(
             if forms_of is not _convolution:
                 unlike |= _alone(siblings, members, of_case)
         checkable = [s for s in suspects if not s.usual.joint]
-        holds = verify([(s.case, s.usual.steps) for s in checkable])
+        holds = work.verify([(s.case, s.usual.steps) for s in checkable])
         for suspect, is_like in zip(checkable, holds, strict=True):
             differs = suspect.usual.offset != explanations[suspect.case].offset
             # Convolutions may be of several kinds.
@@ -171,13 +164,12 @@ class _Claims:
         return len(self.of_tensor[side, name]) > 1 and is_lonely
 
 
-def claimed_twice(
-    cases: Sequence[Case], explanations: Mapping[int, Explanation]
-) -> dict[int, Explanation]:
+def claimed_twice(work: Work) -> Explanations:
     """Return new explanations of tensors that consist of the same tensor of the other side.
 
     If another tensor of its shape has no partner, one of them is a copy in the wrong place.
     """
+    cases, explanations = work.cases, work.explanations
     siblings = Siblings(cases, explanations)
     claims = _Claims(cases, explanations)
     unlike: dict[int, Explanation] = {}
@@ -192,19 +184,15 @@ def claimed_twice(
     return unlike
 
 
-def unlike_few_siblings(
-    cases: Sequence[Case],
-    explanations: Mapping[int, Explanation],
-    places: Places,
-    verify: Verify,
-) -> dict[int, Explanation]:
+def unlike_few_siblings(work: Work) -> Explanations:
     """Return new explanations of tensors whose siblings are too few to show which of them is right.
 
     Joints are left out, which cannot be tried in another order, and offsets.
     """
-    siblings = Siblings(cases, explanations)
+    explanations = work.explanations
+    siblings = Siblings(work.cases, explanations)
     suspects = []
-    for members in siblings.groups(places, _template).values():
+    for members in siblings.groups(work.places, _template).values():
         explained = [n for n in siblings.explained(members) if not explanations[n].is_constant]
         alone = [n for n in explained if not explanations[n].joint]
         layouts = {n: replace(explanations[n], offset=None).layout for n in alone}
@@ -215,7 +203,7 @@ def unlike_few_siblings(
                 for n, m in permutations(alone, 2)
                 if layouts[n] != layouts[m]
             ]
-    holds = verify([(suspect.case, suspect.usual.steps) for suspect in suspects])
+    holds = work.verify([(suspect.case, suspect.usual.steps) for suspect in suspects])
     unlike: dict[int, Explanation] = {}
     for suspect, is_like in zip(suspects, holds, strict=True):
         if not is_like:
@@ -223,17 +211,16 @@ def unlike_few_siblings(
     return unlike
 
 
-def unlike_norms(
-    cases: Sequence[Case], explanations: Mapping[int, Explanation], places: Places
-) -> dict[int, Explanation]:
+def unlike_norms(work: Work) -> Explanations:
     """Return new explanations of norms without the offset that most norms of their model have."""
+    cases, explanations = work.cases, work.explanations
     siblings = Siblings(cases, explanations)
     norms = [
         n
         for n, explanation in explanations.items()
         if explanation.has_layout
         and cases[n].status != ALONE[1]
-        and places.offset(_names_of_pair(cases[n], explanation)) is not None
+        and work.places.offset(_names_of_pair(cases[n], explanation)) is not None
     ]
     moved = [n for n in norms if explanations[n].offset]
     unlike: dict[int, Explanation] = {}
@@ -251,13 +238,12 @@ def _names_of_pair(case: Case, explanation: Explanation) -> tuple[str, str]:
     return case.match.name, partner
 
 
-def unlike_module(
-    cases: Sequence[Case], explanations: Mapping[int, Explanation]
-) -> dict[int, Explanation]:
+def unlike_module(work: Work) -> Explanations:
     """Return new explanations of a weight or a bias whose rows kept the order that the other lost.
 
     Most rows of the other one are in another order, or its heads are.
     """
+    cases, explanations = work.cases, work.explanations
     siblings = Siblings(cases, explanations)
     modules: dict[tuple[str, ...], dict[int, object]] = defaultdict(dict)
     for n, explanation in explanations.items():
@@ -470,10 +456,9 @@ class _Matrix(NamedTuple):
         return tuple([last_word(name) for name in self.names])
 
 
-def turned_alone(
-    cases: Sequence[Case], explanations: Mapping[int, Explanation], places: Places
-) -> dict[int, Explanation]:
+def turned_alone(work: Work) -> Explanations:
     """Return new explanations of matrices that are transposed, or not, unlike all others."""
+    cases, explanations, places = work.cases, work.explanations, work.places
     matrices = list(_matrices(cases, explanations, places))
     reasons = _among_roles(matrices)
     witnesses = [matrix for matrix in matrices if not matrix.is_square]
