@@ -515,7 +515,7 @@ class CheckpointAccessor(Generic[Obj]):
         """Whether the object was opened from a checkpoint or derived from one."""
         if self.format is not None or self._is_result:
             return True
-        from xckpt.arrays.graph import lazies_in
+        from xckpt.arrays.derived import lazies_in
 
         # Some operations drop the encoding; the graphs of arrays still begin with the file.
         variables = (v for node in self._nodes() for v in node.variables.values())

@@ -1,8 +1,9 @@
 """Arrays: from the parts of a tensor to lazy arrays, and from these to dask arrays.
 
-`lazy_arrays` returns the arrays that represent a tensor; `xckpt.arrays.graph` turns them into dask
-arrays, and is the only module that imports dask at once. The room may import `storage`, the `Index`
-and the modules below them, but no format. Read `lazy` first, then `dense` as an example.
+`lazy_arrays` returns the arrays that represent a tensor. `graph` turns them into dask arrays, and
+`derived` looks into arrays that are computed from these; both import dask at once. The room may
+import `storage`, the `Index` and the modules below them, but no format. Read `lazy` first, then
+`dense` as an example.
 """
 
 from __future__ import annotations

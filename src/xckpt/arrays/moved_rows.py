@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.arrays.graph import lazies_in, with_values
+from xckpt.arrays.derived import lazies_in, with_values
 from xckpt.arrays.keys import compose, result_shape, take, whole
 from xckpt.arrays.lazy import LazyArray, SlicedArray
 

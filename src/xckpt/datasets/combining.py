@@ -18,7 +18,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.graph import checkpoints_in, is_computed, lazies_in, with_blocks, with_values
+from xckpt.arrays.derived import checkpoints_in, is_computed, lazies_in, with_blocks, with_values
 from xckpt.arrays.keys import normalize, result_shape
 from xckpt.datasets.adapter_updates import matrices_of, rotary_order, update_rows
 from xckpt.datasets.adapters import Adapter, find_adapters, match_bases

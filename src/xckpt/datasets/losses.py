@@ -13,14 +13,14 @@ from collections import defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.arrays.graph import (
+from xckpt.arrays.derived import (
     Selection,
     is_broadcast,
     lazies_in,
-    lazy_of,
     left_out_of,
     repeats_left_out_of,
 )
+from xckpt.arrays.graph import lazy_of
 from xckpt.arrays.keys import normalize
 from xckpt.datasets.mappings import NO_NUMBERS
 from xckpt.datasets.stack_records import marks_of, remaining_indices

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xckpt.arrays.graph import lazies_in, lazy_of
+from xckpt.arrays.derived import lazies_in
+from xckpt.arrays.graph import lazy_of
 from xckpt.arrays.moved_rows import are_moved
 from xckpt.formatting import base_name
 from xckpt.structure.counterparts import Counterparts, Requested

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from xckpt.arrays.graph import selected_in
+from xckpt.arrays.derived import selected_in
 from xckpt.datasets.variables import LazyVariable, preferred_chunks
 from xckpt.errors import shown
 from xckpt.labels.grids import Stack, member_names

@@ -15,7 +15,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from xckpt.arrays.graph import is_stored, lazy_of, reopened, tensor_array
+from xckpt.arrays.derived import reopened
+from xckpt.arrays.graph import is_stored, lazy_of, tensor_array
 from xckpt.arrays.keys import target_nbytes
 from xckpt.arrays.lazy import Opened, UnreadableArray
 from xckpt.arrays.stacked import AbsentArray, StackedArray, can_be_absent

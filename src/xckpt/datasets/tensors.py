@@ -13,7 +13,8 @@ import xarray as xr
 from dask.utils import parse_bytes
 
 from xckpt.arrays import read_later
-from xckpt.arrays.graph import TensorLayer, checkpoints_in, lazy_of, stacks_in
+from xckpt.arrays.derived import checkpoints_in, stacks_in
+from xckpt.arrays.graph import TensorLayer, lazy_of
 from xckpt.datasets.listing import list_arrays
 from xckpt.datasets.making import make_dataset
 from xckpt.datasets.mappings import as_dataset_of_one

@@ -11,15 +11,8 @@ import ml_dtypes  # noqa: F401  so that numpy knows "bfloat16": ds.astype("bfloa
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.graph import (
-    Selection,
-    is_stored,
-    lazies_in,
-    noting,
-    read_small,
-    slice_stored,
-    with_sources,
-)
+from xckpt.arrays.derived import Selection, lazies_in, noting, with_sources
+from xckpt.arrays.graph import is_stored, read_small, slice_stored
 from xckpt.arrays.keys import Chunks, normalize
 from xckpt.errors import shown
 from xckpt.formatting import base_name

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.arrays.dense import OnePartArray
-from xckpt.arrays.graph import is_computed, lazies_in
+from xckpt.arrays.derived import is_computed, lazies_in
 from xckpt.arrays.lazy import LazyArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import some

@@ -94,7 +94,7 @@ def store_array(data: Converted, place: Any, offset: int, observer: str = "") ->
     from dask.delayed import Delayed
     from dask.highlevelgraph import HighLevelGraph
 
-    from xckpt.arrays.graph import is_computed
+    from xckpt.arrays.derived import is_computed
 
     if any(np.isnan(size) for sizes in data.array.chunks for size in sizes):
         raise UnsupportedError(
@@ -231,7 +231,7 @@ def new_nonfinite(
     stores: Iterable[ComputedPart], lost: Iterable[Array]
 ) -> dict[str, tuple[int, int]]:
     """Return the numbers of NaN and infinities by tensor, without those that sources explain."""
-    from xckpt.arrays.graph import lazies_in  # which imports dask
+    from xckpt.arrays.derived import lazies_in  # which imports dask
 
     pairs = zip(stores, lost, strict=False)
     counts = [(store.data, (int(n), int(i))) for store, (_, n, i, _) in pairs if n or i]
@@ -248,7 +248,7 @@ def new_nonfinite(
 
 def are_filled(stores: Iterable[ComputedPart], new: Mapping[str, tuple[int, int]]) -> bool:
     """Return whether a tensor of a stack is NaN as a whole, as xarray fills missing numbers."""
-    from xckpt.arrays.graph import lazies_in  # which imports dask
+    from xckpt.arrays.derived import lazies_in  # which imports dask
 
     return any(
         new.get(store.data.name, (0, 0))[0] == store.data.array.size

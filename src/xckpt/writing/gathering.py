@@ -23,7 +23,8 @@ import xarray as xr
 from xckpt import formats
 from xckpt.arrays.converted import densified, element_type, is_sparse
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.graph import is_combined, lazies_in, lazy_of, with_blocks
+from xckpt.arrays.derived import is_combined, lazies_in, with_blocks
+from xckpt.arrays.graph import lazy_of
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.datasets.combining import factor_changes, unrounded
 from xckpt.datasets.losses import SourceShapes, losses

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.graph import is_computed, lazy_of, selections_in, with_values
+from xckpt.arrays.derived import is_computed, selections_in, with_values
+from xckpt.arrays.graph import lazy_of
 from xckpt.arrays.keys import compose, take, whole
 from xckpt.arrays.lazy import LazyArray, SlicedArray
 from xckpt.arrays.moved_rows import are_moved
