@@ -119,99 +119,193 @@ def load_cached(
     return outcome.results
 
 
-# --- accumulators --------------------------------------------------------------------------------
+def _scan(
+    cuts: Sequence[Cut],
+    operation: type[Accumulator],
+    receive: Receive,
+    report: Callable[[int], None],
+) -> None:
+    client = waiting_client()
+    chunked = [cut for cut in cuts if isinstance(cut.stream, ChunkedStream)]
+    unchunked = [cut for cut in cuts if not isinstance(cut.stream, ChunkedStream)]
+    thread_cuts = [cut for cut in unchunked if client is None or cut.stream.local]
+    cluster_cuts = [cut for cut in unchunked if client is not None and not cut.stream.local]
+
+    def deliver_all(task: list[Cut], results: list[Any]) -> None:
+        for cut, result in zip(task, results, strict=True):
+            receive(cut.tensor, cut.stretch, cut.start, result)
+        report(sum(cut.nbytes for cut in task))
+
+    if cluster_cuts:
+        _run_on_cluster(client, cluster_cuts, operation, deliver_all)
+    if thread_cuts:
+        share = sum(cut.nbytes for cut in thread_cuts) // (_TASKS_PER_THREAD * cpu_count())
+        nbytes = _TASK_NBYTES
+        while nbytes < min(share, _LARGEST_TASK_NBYTES):
+            nbytes *= 2
+        tasks = list(tasks_of(thread_cuts, nbytes, nbytes, _MOST_CUTS))
+        _run_on_threads(tasks, operation, deliver_all)
+    if chunked:
+        _run_chunks(client, chunked, operation, receive, report)
 
 
-class Accumulator:
-    """A partial result over a run of elements; it pickles, and is small once it is closed."""
+def _run_on_threads(
+    tasks: Sequence[list[Cut]],
+    operation: type[Accumulator],
+    deliver: Deliver,
+) -> None:
+    stopped: list[bool] = []
+    one_at_a_time = threading.Lock()
 
-    #: Kind of the records in the cache; empty if results are not cached.
-    record = ""
-    #: Elements of a leaf; 1 if results do not depend on how elements are cut into runs.
-    leaf = 1
-    #: Number of elements.
-    count: int
-    tree: MergeTree[Any]
+    def work(task: list[Cut]) -> list[Any]:
+        if len(task) <= _MANY:
+            return scan_cuts(task, operation, stopped)
+        # Small tensors keep the interpreter busy, so that several threads are slower than one.
+        with one_at_a_time:
+            return scan_cuts(task, operation, stopped)
 
-    @classmethod
-    def begin(cls, stream: Any, argument: Any) -> Accumulator:
-        """Return an empty accumulator for a tensor; `argument` has options of this tensor."""
-        raise NotImplementedError
-
-    @classmethod
-    def unpack(cls, data: bytes, stream: Any) -> Accumulator:
-        """Return the accumulator from the bytes of `pack`."""
-        raise NotImplementedError
-
-    def pack(self) -> bytes:
-        """Return the accumulator as bytes, for the cache."""
-        raise NotImplementedError
-
-    def update(self, start: int, *columns: Array) -> None:
-        """Add the next elements, or pairs in two columns: whole leaves, but for the last."""
-        raise NotImplementedError
-
-    def close(self) -> Self:
-        """Release the memory of this thread after the last element."""
-        return self
-
-    def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
-        """Add the zeros that a sparse tensor does not store, after its last stored element."""
-        self.count += zeros
-
-    def merge(self, other: Self) -> None:
-        """Add the accumulator of the elements that follow."""
-        self.count += other.count
-        for node in other.tree.nodes:
-            self.tree.add(*node)
+    count = cpu_count()
+    with Threads(count, "xckpt-stats") as threads, ExitStack() as stack:
+        # Stop reading ahead before the threads, so that none waits for a cancelled read.
+        stack.callback(stopped.append, True)  # noqa: FBT003
+        stack.enter_context(reading_ahead(ranges_of(chain.from_iterable(tasks))))
+        remaining = iter(tasks)
+        # Few more tasks than threads, because finished results wait in memory.
+        running = {threads.submit(work, task): task for task in islice(remaining, 2 * count)}
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                deliver(running.pop(future), future.result())
+            for task in islice(remaining, len(done)):
+                running[threads.submit(work, task)] = task
 
 
-Node = TypeVar("Node")
+# --- cuts and tasks -------------------------------------------------------------------------------
 
 
-class MergeTree(Generic[Node]):
-    """The nodes of a binary tree so far, merged as far as possible; they are added in order."""
+class Cut(NamedTuple):
+    """Elements of a tensor that a task reads."""
 
-    __slots__ = ("empty", "merged", "nodes")
+    #: Position of the tensor among the streams, and of the stretch among its uncached ones.
+    tensor: int
+    stretch: int
+    stream: Any
+    argument: Any
+    start: int
+    stop: int
 
-    def __init__(self, merged: Callable[[Node, Node], Node], empty: Node) -> None:
-        self.merged = merged
-        self.empty = empty
-        #: Nodes, each after its level and its position within the level.
-        self.nodes: list[tuple[int, int, Node]] = []
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        nbytes: int = self.stream.share(self.start, self.stop)
+        return nbytes
 
-    def add(self, level: int, position: int, node: Node) -> None:
-        """Add a node that follows the others, and merge it with its neighbours."""
-        nodes = self.nodes
-        while position & 1 and nodes:
-            level_before, position_before, node_before = nodes[-1]
-            if (level_before, position_before) != (level, position - 1):
+
+def tasks_of(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterator[list[Cut]]:
+    """Cut large tensors and join small ones to tasks, in the order of the file."""
+    # A cut of a large tensor has `piece` bytes, a task `target` bytes and at most `most` cuts.
+    task: list[Cut] = []
+    nbytes = 0
+    for cut in sorted(cuts, key=lambda cut: (cut.stream.place, cut.tensor, cut.stretch)):
+        stream, stop = cut.stream, cut.stop
+        # Many small files share a task. The first tensors of a large file wait for its others.
+        if nbytes > target // 8 and stream.place[0] != task[-1].stream.place[0]:
+            yield task
+            task, nbytes = [], 0
+        for start, end in stream.cuts(cut.start, stop, piece):
+            is_part = end - start < stop - cut.start
+            task.append(cut._replace(start=start, stop=end) if is_part else cut)
+            nbytes += task[-1].nbytes
+            if nbytes >= target or len(task) >= most:
+                yield task
+                task, nbytes = [], 0
+    if task:
+        yield task
+
+
+def ranges_of(cuts: Iterable[Cut]) -> Iterator[Range]:
+    """Return the byte ranges of cuts, to read ahead."""
+    return chain.from_iterable(cut.stream.ranges(cut.start, cut.stop) for cut in cuts)
+
+
+def scan_cuts(
+    task: list[Cut], operation: type[Accumulator], stopped: Sequence[Any] = ()
+) -> list[Any]:
+    """Return an accumulator for each cut of a task; end early once `stopped` has an item."""
+    if not hasattr(_thread, "buffer"):
+        _thread.buffer = empty_array(BLOCK_NBYTES)
+    accumulators: list[Any] = []
+    for group in _neighbours(task):
+        memory = _read_together(group) if len(group) > 1 else None
+        first = group[0].stream.place[1]
+        for cut in group:
+            blocks = None
+            if memory is not None:
+                start = cut.stream.place[1] - first
+                values = memory[start : start + cut.stream.nbytes].view(cut.stream.block_dtype)
+                blocks = [(0, (values,))] if cut.stop else []
+            accumulators.append(_scan_cut(cut, blocks, operation, stopped))
+    return accumulators
+
+
+def _scan_cut(
+    cut: Cut,
+    blocks: Iterable[Block] | None,
+    operation: type[Accumulator],
+    stopped: Sequence[Any],
+) -> Accumulator:
+    """Return an accumulator for a cut; its blocks are read unless they are given."""
+    stream = cut.stream
+    accumulator = operation.begin(stream, cut.argument)
+    with locating(path=stream.place[0] or None, tensor=stream.tensor or stream.name):
+        if blocks is None:
+            blocks = stream.blocks(cut.start, cut.stop, _thread.buffer)
+            if operation.leaf > 1 and stream.step(_thread.buffer) % stream.leaf:
+                blocks = whole_leaves(blocks, stream.leaf)
+        update = accumulator.update
+        for start, columns in blocks:
+            update(start, *columns)
+            if stopped:
                 break
-            nodes.pop()
-            node = self.merged(node_before, node)
-            level, position = level + 1, position >> 1
-        nodes.append((level, position, node))
-
-    def total(self) -> Node:
-        """Return the merged value of all elements, once all leaves were added."""
-        total = self.empty
-        for _, _, node in reversed(self.nodes):
-            total = self.merged(node, total)
-        return total
+        accumulator.close()
+        if stream.sparse:
+            accumulator.imply(stream.size - accumulator.count, stream.row, stream.dead)
+        return accumulator
 
 
-def runs(first: int, count: int) -> Iterator[tuple[int, int]]:
-    """Cut a range of leaves into the largest nodes of the tree: their levels and positions."""
-    while count:
-        level = count.bit_length() - 1
-        if first:
-            level = min(level, (first & -first).bit_length() - 1)
-        yield level, first >> level
-        first += 1 << level
-        count -= 1 << level
+def _neighbours(task: list[Cut]) -> Iterator[list[Cut]]:
+    """Group whole small tensors that are next to each other in a file; others are alone."""
+    group: list[Cut] = []
+    group_source, start, end = None, 0, 0
+    for cut in task:
+        source, offset = cut.stream.shared_source, cut.stream.place[1]
+        is_whole = source is not None and cut.stop - cut.start == cut.stream.size
+        is_next = is_whole and source is group_source and 0 <= offset - end <= _LARGEST_GAP
+        if group and not (is_next and offset + cut.stream.nbytes - start <= _TOGETHER_NBYTES):
+            yield group
+            group = []
+        if not group:
+            start = offset
+        group_source, end = source if is_whole else None, offset + cut.stream.nbytes
+        group.append(cut)
+    if group:
+        yield group
 
 
-# --- results -------------------------------------------------------------------------------------
+def _read_together(group: list[Cut]) -> Array | None:
+    """Read small tensors at once, or return None, so that an error is raised for one tensor."""
+    stream = group[-1].stream
+    first = group[0].stream.place[1]
+    # Elements are aligned in memory if they are aligned in the file.
+    start = first % _ALIGNMENT
+    memory: Array = _thread.buffer[start : start + stream.place[1] + stream.nbytes - first]
+    with suppress(OSError, CheckpointError):
+        stream.shared_source.read_into([first], memory.data)
+        return memory
+    return None
+
+
+# --- results --------------------------------------------------------------------------------------
 
 
 class _Outcome:
@@ -312,193 +406,99 @@ class _Joined:
                 self.total.merge(following)
 
 
-def _scan(
-    cuts: Sequence[Cut],
-    operation: type[Accumulator],
-    receive: Receive,
-    report: Callable[[int], None],
-) -> None:
-    client = waiting_client()
-    chunked = [cut for cut in cuts if isinstance(cut.stream, ChunkedStream)]
-    unchunked = [cut for cut in cuts if not isinstance(cut.stream, ChunkedStream)]
-    thread_cuts = [cut for cut in unchunked if client is None or cut.stream.local]
-    cluster_cuts = [cut for cut in unchunked if client is not None and not cut.stream.local]
-
-    def deliver_all(task: list[Cut], results: list[Any]) -> None:
-        for cut, result in zip(task, results, strict=True):
-            receive(cut.tensor, cut.stretch, cut.start, result)
-        report(sum(cut.nbytes for cut in task))
-
-    if cluster_cuts:
-        _run_on_cluster(client, cluster_cuts, operation, deliver_all)
-    if thread_cuts:
-        share = sum(cut.nbytes for cut in thread_cuts) // (_TASKS_PER_THREAD * cpu_count())
-        nbytes = _TASK_NBYTES
-        while nbytes < min(share, _LARGEST_TASK_NBYTES):
-            nbytes *= 2
-        tasks = list(tasks_of(thread_cuts, nbytes, nbytes, _MOST_CUTS))
-        _run_on_threads(tasks, operation, deliver_all)
-    if chunked:
-        _run_chunks(client, chunked, operation, receive, report)
+# --- accumulators ---------------------------------------------------------------------------------
 
 
-def _run_on_threads(
-    tasks: Sequence[list[Cut]],
-    operation: type[Accumulator],
-    deliver: Deliver,
-) -> None:
-    stopped: list[bool] = []
-    one_at_a_time = threading.Lock()
+class Accumulator:
+    """A partial result over a run of elements; it pickles, and is small once it is closed."""
 
-    def work(task: list[Cut]) -> list[Any]:
-        if len(task) <= _MANY:
-            return scan_cuts(task, operation, stopped)
-        # Small tensors keep the interpreter busy, so that several threads are slower than one.
-        with one_at_a_time:
-            return scan_cuts(task, operation, stopped)
+    #: Kind of the records in the cache; empty if results are not cached.
+    record = ""
+    #: Elements of a leaf; 1 if results do not depend on how elements are cut into runs.
+    leaf = 1
+    #: Number of elements.
+    count: int
+    tree: MergeTree[Any]
 
-    count = cpu_count()
-    with Threads(count, "xckpt-stats") as threads, ExitStack() as stack:
-        # Stop reading ahead before the threads, so that none waits for a cancelled read.
-        stack.callback(stopped.append, True)  # noqa: FBT003
-        stack.enter_context(reading_ahead(ranges_of(chain.from_iterable(tasks))))
-        remaining = iter(tasks)
-        # Few more tasks than threads, because finished results wait in memory.
-        running = {threads.submit(work, task): task for task in islice(remaining, 2 * count)}
-        while running:
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                deliver(running.pop(future), future.result())
-            for task in islice(remaining, len(done)):
-                running[threads.submit(work, task)] = task
+    @classmethod
+    def begin(cls, stream: Any, argument: Any) -> Accumulator:
+        """Return an empty accumulator for a tensor; `argument` has options of this tensor."""
+        raise NotImplementedError
 
+    @classmethod
+    def unpack(cls, data: bytes, stream: Any) -> Accumulator:
+        """Return the accumulator from the bytes of `pack`."""
+        raise NotImplementedError
 
-# --- cuts and tasks ------------------------------------------------------------------------------
+    def pack(self) -> bytes:
+        """Return the accumulator as bytes, for the cache."""
+        raise NotImplementedError
 
+    def update(self, start: int, *columns: Array) -> None:
+        """Add the next elements, or pairs in two columns: whole leaves, but for the last."""
+        raise NotImplementedError
 
-class Cut(NamedTuple):
-    """Elements of a tensor that a task reads."""
+    def close(self) -> Self:
+        """Release the memory of this thread after the last element."""
+        return self
 
-    #: Position of the tensor among the streams, and of the stretch among its uncached ones.
-    tensor: int
-    stretch: int
-    stream: Any
-    argument: Any
-    start: int
-    stop: int
+    def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
+        """Add the zeros that a sparse tensor does not store, after its last stored element."""
+        self.count += zeros
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read."""
-        nbytes: int = self.stream.share(self.start, self.stop)
-        return nbytes
+    def merge(self, other: Self) -> None:
+        """Add the accumulator of the elements that follow."""
+        self.count += other.count
+        for node in other.tree.nodes:
+            self.tree.add(*node)
 
 
-def tasks_of(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterator[list[Cut]]:
-    """Cut large tensors and join small ones to tasks, in the order of the file."""
-    # A cut of a large tensor has `piece` bytes, a task `target` bytes and at most `most` cuts.
-    task: list[Cut] = []
-    nbytes = 0
-    for cut in sorted(cuts, key=lambda cut: (cut.stream.place, cut.tensor, cut.stretch)):
-        stream, stop = cut.stream, cut.stop
-        # Many small files share a task. The first tensors of a large file wait for its others.
-        if nbytes > target // 8 and stream.place[0] != task[-1].stream.place[0]:
-            yield task
-            task, nbytes = [], 0
-        for start, end in stream.cuts(cut.start, stop, piece):
-            is_part = end - start < stop - cut.start
-            task.append(cut._replace(start=start, stop=end) if is_part else cut)
-            nbytes += task[-1].nbytes
-            if nbytes >= target or len(task) >= most:
-                yield task
-                task, nbytes = [], 0
-    if task:
-        yield task
+Node = TypeVar("Node")
 
 
-def ranges_of(cuts: Iterable[Cut]) -> Iterator[Range]:
-    """Return the byte ranges of cuts, to read ahead."""
-    return chain.from_iterable(cut.stream.ranges(cut.start, cut.stop) for cut in cuts)
+class MergeTree(Generic[Node]):
+    """The nodes of a binary tree so far, merged as far as possible; they are added in order."""
 
+    __slots__ = ("empty", "merged", "nodes")
 
-def scan_cuts(
-    task: list[Cut], operation: type[Accumulator], stopped: Sequence[Any] = ()
-) -> list[Any]:
-    """Return an accumulator for each cut of a task; end early once `stopped` has an item."""
-    if not hasattr(_thread, "buffer"):
-        _thread.buffer = empty_array(BLOCK_NBYTES)
-    accumulators: list[Any] = []
-    for group in _neighbours(task):
-        memory = _read_together(group) if len(group) > 1 else None
-        first = group[0].stream.place[1]
-        for cut in group:
-            blocks = None
-            if memory is not None:
-                start = cut.stream.place[1] - first
-                values = memory[start : start + cut.stream.nbytes].view(cut.stream.block_dtype)
-                blocks = [(0, (values,))] if cut.stop else []
-            accumulators.append(_scan_cut(cut, blocks, operation, stopped))
-    return accumulators
+    def __init__(self, merged: Callable[[Node, Node], Node], empty: Node) -> None:
+        self.merged = merged
+        self.empty = empty
+        #: Nodes, each after its level and its position within the level.
+        self.nodes: list[tuple[int, int, Node]] = []
 
-
-def _neighbours(task: list[Cut]) -> Iterator[list[Cut]]:
-    """Group whole small tensors that are next to each other in a file; others are alone."""
-    group: list[Cut] = []
-    group_source, start, end = None, 0, 0
-    for cut in task:
-        source, offset = cut.stream.shared_source, cut.stream.place[1]
-        is_whole = source is not None and cut.stop - cut.start == cut.stream.size
-        is_next = is_whole and source is group_source and 0 <= offset - end <= _LARGEST_GAP
-        if group and not (is_next and offset + cut.stream.nbytes - start <= _TOGETHER_NBYTES):
-            yield group
-            group = []
-        if not group:
-            start = offset
-        group_source, end = source if is_whole else None, offset + cut.stream.nbytes
-        group.append(cut)
-    if group:
-        yield group
-
-
-def _read_together(group: list[Cut]) -> Array | None:
-    """Read small tensors at once, or return None, so that an error is raised for one tensor."""
-    stream = group[-1].stream
-    first = group[0].stream.place[1]
-    # Elements are aligned in memory if they are aligned in the file.
-    start = first % _ALIGNMENT
-    memory: Array = _thread.buffer[start : start + stream.place[1] + stream.nbytes - first]
-    with suppress(OSError, CheckpointError):
-        stream.shared_source.read_into([first], memory.data)
-        return memory
-    return None
-
-
-def _scan_cut(
-    cut: Cut,
-    blocks: Iterable[Block] | None,
-    operation: type[Accumulator],
-    stopped: Sequence[Any],
-) -> Accumulator:
-    """Return an accumulator for a cut; its blocks are read unless they are given."""
-    stream = cut.stream
-    accumulator = operation.begin(stream, cut.argument)
-    with locating(path=stream.place[0] or None, tensor=stream.tensor or stream.name):
-        if blocks is None:
-            blocks = stream.blocks(cut.start, cut.stop, _thread.buffer)
-            if operation.leaf > 1 and stream.step(_thread.buffer) % stream.leaf:
-                blocks = whole_leaves(blocks, stream.leaf)
-        update = accumulator.update
-        for start, columns in blocks:
-            update(start, *columns)
-            if stopped:
+    def add(self, level: int, position: int, node: Node) -> None:
+        """Add a node that follows the others, and merge it with its neighbours."""
+        nodes = self.nodes
+        while position & 1 and nodes:
+            level_before, position_before, node_before = nodes[-1]
+            if (level_before, position_before) != (level, position - 1):
                 break
-        accumulator.close()
-        if stream.sparse:
-            accumulator.imply(stream.size - accumulator.count, stream.row, stream.dead)
-        return accumulator
+            nodes.pop()
+            node = self.merged(node_before, node)
+            level, position = level + 1, position >> 1
+        nodes.append((level, position, node))
+
+    def total(self) -> Node:
+        """Return the merged value of all elements, once all leaves were added."""
+        total = self.empty
+        for _, _, node in reversed(self.nodes):
+            total = self.merged(node, total)
+        return total
 
 
-# --- a cluster -----------------------------------------------------------------------------------
+def runs(first: int, count: int) -> Iterator[tuple[int, int]]:
+    """Cut a range of leaves into the largest nodes of the tree: their levels and positions."""
+    while count:
+        level = count.bit_length() - 1
+        if first:
+            level = min(level, (first & -first).bit_length() - 1)
+        yield level, first >> level
+        first += 1 << level
+        count -= 1 << level
+
+
+# --- a cluster ------------------------------------------------------------------------------------
 
 
 def _run_on_cluster(
@@ -529,7 +529,7 @@ def _scan_ahead(task: list[Cut], operation: type[Accumulator]) -> list[Any]:
         return scan_cuts(task, operation)  # the cluster cancels tasks itself
 
 
-# --- chunks of dask arrays -----------------------------------------------------------------------
+# --- chunks of dask arrays ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
