@@ -49,6 +49,64 @@ _ROW_NBYTES = 256
 _MOST_DIMS = 12  # in a message
 
 
+def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> OpenTensors:
+    """Return the tensors of a path or an open object."""
+    return contents_of_all([obj], storage_options)[0]
+
+
+def contents_of_all(
+    objects: Sequence[Any], storage_options: dict[str, Any] | None = None
+) -> list[OpenTensors]:
+    """Return the tensors of several paths or open objects; open remote files in parallel."""
+    objects = [as_dataset(obj) for obj in objects]
+    if storage_options is not None and all(map(_is_open, objects)):
+        text = "storage_options are for a path or URL: pass them to xr.open_dataset"
+        raise TypeError(text)
+    if len(objects) == 1 or not any(map(is_remote, objects)):
+        return [_contents_of(obj, storage_options) for obj in objects]
+    with ThreadPoolExecutor(len(objects), "xckpt-open") as threads:
+        return list(threads.map(partial(_contents_of, storage_options=storage_options), objects))
+
+
+def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> OpenTensors:
+    if isinstance(obj, OpenTensors):
+        return obj
+    if _is_open(obj):
+        return OpenTensors(obj)
+    if callable(getattr(obj, "state_dict", None)):
+        raise TypeError(f"a {type(obj).__name__} is not a mapping of arrays: pass its state_dict()")
+    is_path = isinstance(obj, Index | str | bytes | os.PathLike | list | tuple)
+    if not is_path and not hasattr(obj, "read"):
+        raise TypeError(
+            "expected a path, a mapping of names to arrays, an Index, a Dataset, a DataArray or a "
+            f"DataTree, got {type(obj).__name__}"
+        )
+    from xckpt.opening import open_index
+
+    path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
+    # `entries_of` warns of tensors that cannot be read.
+    source, index = open_index(path, format, storage_options=storage_options, missing="ignore")
+    register_formatter()  # a result may have very many variables
+    with paused_collector():
+        return FileTensors(source, index, OpenOptions(storage_options=storage_options))
+
+
+def _is_open(obj: Any) -> bool:
+    return isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
+
+
+def filter_of(
+    tensors: TensorFilter | None, options: Mapping[str, Any], *contents: OpenTensors
+) -> TensorFilter | None:
+    """Return one filter for the options of `xckpt.options.SelectOptions`, and for these objects."""
+    return combined(
+        tensors, options["exclude"], options["only"], lambda: [c.structure for c in contents]
+    )
+
+
+# --- entries --------------------------------------------------------------------------------------
+
+
 class Entry(NamedTuple):
     """A variable, and streams of the tensors in it."""
 
@@ -101,43 +159,6 @@ def entries_of(
     return [entry for entry in entries if entry.is_readable]
 
 
-def _selected(entries: Sequence[Entry], chosen: TensorFilter) -> list[Entry]:
-    """Return the tensors that a filter matches; others of a stack become absent."""
-    homes = {r.name: str(entry.name) for entry in entries for r in entry.streams}
-    homes |= {str(entry.name): str(entry.name) for entry in entries if not entry.streams}
-    names = set(select_members(homes, chosen))
-    selected = []
-    for entry in entries:
-        mask = np.array([stream.name in names for stream in entry.streams], np.bool_)
-        if mask.all() and (len(mask) or str(entry.name) in names):
-            selected.append(entry)
-        elif mask.any():
-            gone = np.zeros(entry.shape, np.bool_) if entry.gone is None else entry.gone.copy()
-            gone[~gone] = ~mask
-            streams = tuple(compress(entry.streams, mask))
-            absent = np.zeros(entry.shape, np.int64) if entry.absent is None else entry.absent
-            selected.append(entry._replace(streams=streams, gone=gone, absent=absent))
-    return selected
-
-
-def warn_of_unreadable(contents: OpenTensors, entries: Sequence[Entry]) -> None:
-    """Warn of tensors that cannot be read: once of damage, and once for each unsupported kind."""
-    lost = [(r.name, r.problem) for e in entries if not e.is_readable for r in e.streams]
-    causes = causes_of([(name, problem) for name, problem in lost if problem is not None])
-    damage = [cause for cause in causes if cause.is_damage]
-    if damage:
-        total = sum([len(entry.streams) or 1 for entry in entries])
-        warn(unreadable_text(contents.source, damage, total), UnreadableWarning)
-    for cause in causes:
-        if not cause.is_damage:
-            _warn_of_skipped(cause.tensors, cause.error.reason)
-
-
-def _warn_of_skipped(names: Sequence[str], reason: str) -> None:
-    text = f"{some(names)} {'has' if len(names) == 1 else 'have'} no statistics: {reason}"
-    warn(text)
-
-
 def all_entries(
     contents: OpenTensors,
     dims: Collection[Hashable] | None = None,
@@ -171,52 +192,6 @@ def all_entries(
         for reason, skipped in left_out.items():
             _warn_of_skipped(skipped, reason)
     return entries
-
-
-def _dims_among(dims: Collection[Hashable], variable: xr.Variable) -> set[Hashable]:
-    """Return the dimensions of a variable that are named, or have a position in its tensors."""
-    record = stack_of(variable)
-    of_tensor = [dim for dim in variable.dims if record is None or dim not in record.dims]
-    positions = {dim for dim in dims if isinstance(dim, int) and dim not in variable.dims}
-    at = {of_tensor[n] for n in positions if -len(of_tensor) <= n < len(of_tensor)}
-    return at.union(set(dims).intersection(variable.dims))
-
-
-def _require_dims(contents: OpenTensors, dims: Collection[Hashable]) -> None:
-    """Raise if a dimension belongs to no variable."""
-    existing = {dim for variable in contents.variables.values() for dim in variable.dims}
-    deepest = max([variable.ndim for variable in contents.variables.values()], default=0)
-    positions = [dim for dim in dims if isinstance(dim, int) and -deepest <= dim < deepest]
-    unknown = set(dims) - existing - set(positions)
-    if unknown:
-        dim = str(min(unknown, key=str))
-        stacked = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
-        is_module = dim in contents.structure.repeated_modules()
-        raise ValueError(no_dimension(dim, map(str, existing)) + stacked * is_module)
-
-
-def no_dimension(dim: str, existing: Iterable[str]) -> str:
-    """Return the message that no variable has a dimension, with those that there are."""
-    names = sorted(existing)
-    hint = suggest_names(names, dim)
-    if not hint and names:
-        hint = f"; dimensions are {some(names, 'dimensions', _MOST_DIMS)}, or positions such as -1"
-    return f"no variable has the dimension {shown(dim)}{hint}"
-
-
-def _unreadable(
-    contents: OpenTensors, name: Hashable, lazy: UnreadableArray | StackedArray
-) -> Entry:
-    """Return the entry of a variable that cannot be read."""
-    if not isinstance(lazy, StackedArray):
-        stream = of_tensor(lazy, str(name))
-        return Entry(name, (), (), (stream,), {}, contents, is_readable=False)
-    variable, indexes = contents.variables[name], contents.indexes_of(name)
-    encoding = naming_encoding(variable, indexes)
-    dims = variable.dims[: len(lazy.grid)]
-    names = member_names(name, variable, dims, indexes)
-    streams = tuple([of_tensor(m, str(n)) for m, n in zip(lazy.members, names, strict=True)])
-    return Entry(name, dims, lazy.grid, streams, encoding, contents, is_readable=False)
 
 
 def _entry(
@@ -262,6 +237,89 @@ def _entry(
     return Entry(name, dims, shape, streams, encoding, contents, gone, absent)
 
 
+def _unreadable(
+    contents: OpenTensors, name: Hashable, lazy: UnreadableArray | StackedArray
+) -> Entry:
+    """Return the entry of a variable that cannot be read."""
+    if not isinstance(lazy, StackedArray):
+        stream = of_tensor(lazy, str(name))
+        return Entry(name, (), (), (stream,), {}, contents, is_readable=False)
+    variable, indexes = contents.variables[name], contents.indexes_of(name)
+    encoding = naming_encoding(variable, indexes)
+    dims = variable.dims[: len(lazy.grid)]
+    names = member_names(name, variable, dims, indexes)
+    streams = tuple([of_tensor(m, str(n)) for m, n in zip(lazy.members, names, strict=True)])
+    return Entry(name, dims, lazy.grid, streams, encoding, contents, is_readable=False)
+
+
+def _selected(entries: Sequence[Entry], chosen: TensorFilter) -> list[Entry]:
+    """Return the tensors that a filter matches; others of a stack become absent."""
+    homes = {r.name: str(entry.name) for entry in entries for r in entry.streams}
+    homes |= {str(entry.name): str(entry.name) for entry in entries if not entry.streams}
+    names = set(select_members(homes, chosen))
+    selected = []
+    for entry in entries:
+        mask = np.array([stream.name in names for stream in entry.streams], np.bool_)
+        if mask.all() and (len(mask) or str(entry.name) in names):
+            selected.append(entry)
+        elif mask.any():
+            gone = np.zeros(entry.shape, np.bool_) if entry.gone is None else entry.gone.copy()
+            gone[~gone] = ~mask
+            streams = tuple(compress(entry.streams, mask))
+            absent = np.zeros(entry.shape, np.int64) if entry.absent is None else entry.absent
+            selected.append(entry._replace(streams=streams, gone=gone, absent=absent))
+    return selected
+
+
+def warn_of_unreadable(contents: OpenTensors, entries: Sequence[Entry]) -> None:
+    """Warn of tensors that cannot be read: once of damage, and once for each unsupported kind."""
+    lost = [(r.name, r.problem) for e in entries if not e.is_readable for r in e.streams]
+    causes = causes_of([(name, problem) for name, problem in lost if problem is not None])
+    damage = [cause for cause in causes if cause.is_damage]
+    if damage:
+        total = sum([len(entry.streams) or 1 for entry in entries])
+        warn(unreadable_text(contents.source, damage, total), UnreadableWarning)
+    for cause in causes:
+        if not cause.is_damage:
+            _warn_of_skipped(cause.tensors, cause.error.reason)
+
+
+def _warn_of_skipped(names: Sequence[str], reason: str) -> None:
+    text = f"{some(names)} {'has' if len(names) == 1 else 'have'} no statistics: {reason}"
+    warn(text)
+
+
+def _dims_among(dims: Collection[Hashable], variable: xr.Variable) -> set[Hashable]:
+    """Return the dimensions of a variable that are named, or have a position in its tensors."""
+    record = stack_of(variable)
+    of_tensor = [dim for dim in variable.dims if record is None or dim not in record.dims]
+    positions = {dim for dim in dims if isinstance(dim, int) and dim not in variable.dims}
+    at = {of_tensor[n] for n in positions if -len(of_tensor) <= n < len(of_tensor)}
+    return at.union(set(dims).intersection(variable.dims))
+
+
+def _require_dims(contents: OpenTensors, dims: Collection[Hashable]) -> None:
+    """Raise if a dimension belongs to no variable."""
+    existing = {dim for variable in contents.variables.values() for dim in variable.dims}
+    deepest = max([variable.ndim for variable in contents.variables.values()], default=0)
+    positions = [dim for dim in dims if isinstance(dim, int) and -deepest <= dim < deepest]
+    unknown = set(dims) - existing - set(positions)
+    if unknown:
+        dim = str(min(unknown, key=str))
+        stacked = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
+        is_module = dim in contents.structure.repeated_modules()
+        raise ValueError(no_dimension(dim, map(str, existing)) + stacked * is_module)
+
+
+def no_dimension(dim: str, existing: Iterable[str]) -> str:
+    """Return the message that no variable has a dimension, with those that there are."""
+    names = sorted(existing)
+    hint = suggest_names(names, dim)
+    if not hint and names:
+        hint = f"; dimensions are {some(names, 'dimensions', _MOST_DIMS)}, or positions such as -1"
+    return f"no variable has the dimension {shown(dim)}{hint}"
+
+
 def member_names(
     name: Hashable,
     variable: xr.Variable,
@@ -303,69 +361,8 @@ def _absent(
     return gone, np.where(gone, 0, absent)
 
 
-def laid(rows: Array, shape: tuple[int, ...], gone: Array | None) -> Array:
-    """Lay out one row for each tensor in the shape of its variable; the columns come first."""
-    if gone is not None:  # absent tensors have NaN, or zeros if the rows are integers
-        present = rows
-        fill = np.nan if rows.dtype.kind == "f" else 0
-        rows = np.full((gone.size, rows.shape[1]), fill, rows.dtype)
-        rows[~gone.ravel()] = present
-    return np.ascontiguousarray(rows.T).reshape(-1, *shape)
-
-
-def filter_of(
-    tensors: TensorFilter | None, options: Mapping[str, Any], *contents: OpenTensors
-) -> TensorFilter | None:
-    """Return one filter for the options of `xckpt.options.SelectOptions`, and for these objects."""
-    return combined(
-        tensors, options["exclude"], options["only"], lambda: [c.structure for c in contents]
-    )
-
-
-def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> OpenTensors:
-    """Return the tensors of a path or an open object."""
-    return contents_of_all([obj], storage_options)[0]
-
-
-def contents_of_all(
-    objects: Sequence[Any], storage_options: dict[str, Any] | None = None
-) -> list[OpenTensors]:
-    """Return the tensors of several paths or open objects; open remote files in parallel."""
-    objects = [as_dataset(obj) for obj in objects]
-    if storage_options is not None and all(map(_is_open, objects)):
-        text = "storage_options are for a path or URL: pass them to xr.open_dataset"
-        raise TypeError(text)
-    if len(objects) == 1 or not any(map(is_remote, objects)):
-        return [_contents_of(obj, storage_options) for obj in objects]
-    with ThreadPoolExecutor(len(objects), "xckpt-open") as threads:
-        return list(threads.map(partial(_contents_of, storage_options=storage_options), objects))
-
-
-def _is_open(obj: Any) -> bool:
-    return isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
-
-
-def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> OpenTensors:
-    if isinstance(obj, OpenTensors):
-        return obj
-    if _is_open(obj):
-        return OpenTensors(obj)
-    if callable(getattr(obj, "state_dict", None)):
-        raise TypeError(f"a {type(obj).__name__} is not a mapping of arrays: pass its state_dict()")
-    is_path = isinstance(obj, Index | str | bytes | os.PathLike | list | tuple)
-    if not is_path and not hasattr(obj, "read"):
-        raise TypeError(
-            "expected a path, a mapping of names to arrays, an Index, a Dataset, a DataArray or a "
-            f"DataTree, got {type(obj).__name__}"
-        )
-    from xckpt.opening import open_index
-
-    path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
-    # `entries_of` warns of tensors that cannot be read.
-    source, index = open_index(path, format, storage_options=storage_options, missing="ignore")
-    register_formatter()  # a result may have very many variables
-    with paused_collector():
-        return FileTensors(source, index, OpenOptions(storage_options=storage_options))
+def _shape(variable: xr.Variable, dims: tuple[Hashable, ...]) -> tuple[int, ...]:
+    return tuple(variable.sizes[dim] for dim in dims)
 
 
 def unread_values(variable: xr.Variable) -> Any:
@@ -388,23 +385,17 @@ class _Values:
         return _Values(part)
 
 
-def _shape(variable: xr.Variable, dims: tuple[Hashable, ...]) -> tuple[int, ...]:
-    return tuple(variable.sizes[dim] for dim in dims)
+# --- results --------------------------------------------------------------------------------------
 
 
-# --- results -------------------------------------------------------------------------------------
-
-
-def deferred(
-    find_all: Callable[..., list[Any]], inputs: Any, shapes: Sequence[tuple[int, ...]]
-) -> list[Any]:
-    """Return dask arrays of the results of one shared call of a function on `inputs`."""
-    import dask
-    import dask.array as da
-
-    # In a partial, because dask would search an argument for tasks, down to the last tensor.
-    scan = dask.delayed(partial(find_all, inputs), pure=False)()
-    return [da.from_delayed(scan[n], shape, np.float64) for n, shape in enumerate(shapes)]
+def laid(rows: Array, shape: tuple[int, ...], gone: Array | None) -> Array:
+    """Lay out one row for each tensor in the shape of its variable; the columns come first."""
+    if gone is not None:  # absent tensors have NaN, or zeros if the rows are integers
+        present = rows
+        fill = np.nan if rows.dtype.kind == "f" else 0
+        rows = np.full((gone.size, rows.shape[1]), fill, rows.dtype)
+        rows[~gone.ravel()] = present
+    return np.ascontiguousarray(rows.T).reshape(-1, *shape)
 
 
 def laid_out(
@@ -443,3 +434,15 @@ def laid_out(
     # For groups by role. Saved results lack it.
     result.encoding["origin"] = contents.origin
     return cast("Dataset", result)
+
+
+def deferred(
+    find_all: Callable[..., list[Any]], inputs: Any, shapes: Sequence[tuple[int, ...]]
+) -> list[Any]:
+    """Return dask arrays of the results of one shared call of a function on `inputs`."""
+    import dask
+    import dask.array as da
+
+    # In a partial, because dask would search an argument for tasks, down to the last tensor.
+    scan = dask.delayed(partial(find_all, inputs), pure=False)()
+    return [da.from_delayed(scan[n], shape, np.float64) for n, shape in enumerate(shapes)]
