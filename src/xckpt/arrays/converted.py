@@ -79,6 +79,19 @@ class ByteStream(ElementStream):
         return (block.data for _, (block,) in self.blocks(0, self.size, thread_buffer()))
 
 
+class LiteralStream(ByteStream):
+    """Bytes in memory, such as a header."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__("", len(data))
+        self.data = data
+
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
+        """Return a range of the bytes."""
+        if start < stop:
+            yield start, (np.frombuffer(self.data, np.uint8)[start:stop],)
+
+
 class StoredBytes(ByteStream):
     """The bytes of a part of a file: decoded, or as they are stored (`is_verbatim`)."""
 

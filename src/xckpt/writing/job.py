@@ -14,9 +14,7 @@ from functools import partial
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from xckpt.arrays.converted import ByteStream, Converted, StoredBytes
+from xckpt.arrays.converted import ByteStream, Converted, LiteralStream, StoredBytes
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
@@ -197,7 +195,7 @@ class WriteJob:
                 for planned in file_plan.parts
             ]
             parts += [
-                _without_tensor(offset, _literal(data)) for offset, data in file_plan.literals
+                _without_tensor(offset, LiteralStream(data)) for offset, data in file_plan.literals
             ]
             if grown is not None and name is None:
                 reader = PartReader(grown, Part("uint8", (grown.size,), 0, grown.size))
@@ -229,7 +227,7 @@ class WriteJob:
         if not isinstance(data, Converted) or not data.is_dask:
             return planned._replace(data=data)
         if data.size == 0:
-            return planned._replace(data=_literal(b""))
+            return planned._replace(data=LiteralStream(b""))
         if planned.offset is not None and planned.part.compression is None and not data.is_packed:
             self._stores.append(ComputedPart(data, file, planned.offset))
             return planned
@@ -405,10 +403,6 @@ def _without_tensor(offset: int | None, data: ByteStream) -> PlannedPart:
     """Return a planned part for bytes that belong to no tensor."""
     part = WantedPart("uint8", (data.size,), data.size)
     return PlannedPart(*NO_TENSOR, part, offset, data=data)
-
-
-def _literal(data: bytes) -> Converted:
-    return Converted(np.frombuffer(data, np.uint8), "uint8", "exact")
 
 
 def _abort(sinks: Iterable[Sink]) -> None:
