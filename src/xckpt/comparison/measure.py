@@ -423,10 +423,8 @@ def summed(
         Progress(progress, "comparison") as bar,
         open_rows(pairs, cache_key, len(PAIR_COLUMNS), enabled=cache) as rows,
     ):
-        if find is None:
-            comparisons = compared([pairs[n] for n in rows.missing], bar, cache=cache)
-        else:
-            comparisons = find(rows.missing, bar)
+        batch = [pairs[number] for number in rows.missing]
+        comparisons = find(rows.missing, bar) if find else compared(batch, bar, cache=cache)
         rows.add(comparison.row() for comparison in comparisons)
     return rows.values
 

@@ -142,7 +142,7 @@ class CachedRows:
         #: Positions of the tensors without a cached row.
         self.missing = [tensor for tensor in range(len(streams)) if tensor not in cached]
 
-    def add(self, rows: Iterable[Sequence[float]]) -> None:
+    def add(self, rows: Iterable[Sequence[float] | Array]) -> None:
         """Add the missing rows, in the order of `missing`, and cache them."""
         for tensor, row in zip(self.missing, rows, strict=True):
             self.values[tensor] = row
