@@ -1,7 +1,7 @@
-"""Arrays that are computed from lazy arrays: what they begin with, select, and would be otherwise.
+"""Arrays that are computed from lazy arrays: their sources, their selections, and other results.
 
-The graph of an array shows which tensors it is computed from, which of their positions it selects,
-and whether tensors were combined. The same computation can begin with other arrays.
+The graph of an array shows its tensors, the positions that it selects from them, and whether they
+were combined. The same computation can begin with other arrays.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ def histogram(
 
         with open_rows(streams, ("span",), 3, enabled=cache) as spans:
             spans.add(scan(spans.missing))
-        known = ~np.isnan(spans.values[:, 0])
-        edges = bin_edges(count_or_edges, scale, spans.values[known].tolist())
+        has_span = ~np.isnan(spans.values[:, 0])
+        edges = bin_edges(count_or_edges, scale, spans.values[has_span].tolist())
         cache_key = ("tallies", *edges.tolist())
         with open_rows(streams, cache_key, len(edges) - 1, enabled=cache) as rows:
             scan([tensor for tensor in rows.missing if tensor not in packed])

@@ -531,9 +531,9 @@ PASSES: tuple[Callable[[Work], Explanations], ...] = (
     tied,
 )
 
-#: Reasons to doubt explanations, in order. A tensor in doubt is no example for the next ones.
+#: Reasons to doubt explanations, in order. The next ones do not count a tensor in doubt.
 DOUBTS: tuple[Callable[[Work], Explanations], ...] = (
-    # It shares its partner with another tensor, and one of its shape has none.
+    # It shares its partner with another tensor, while one of its shape is left without a partner.
     claimed_twice,
     # A tensor without a partner fits its place better.
     fitting_worse,
@@ -541,7 +541,7 @@ DOUBTS: tuple[Callable[[Work], Explanations], ...] = (
     unlike_siblings,
     # It is transposed and other matrices are not, or the reverse.
     turned_alone,
-    # Most norms of the model have an offset, and it has none.
+    # Most norms of the model have an offset, unlike it.
     unlike_norms,
     # The rows of the bias or the weight of its module are in another order.
     unlike_module,
