@@ -104,7 +104,7 @@ def _opened(open_: Callable[..., Any], obj: Any, **options: Any) -> Any:
 
 
 def _engine_of(obj: Any) -> str:
-    from xckpt.opening import format_of
+    from xckpt.opening.detection import format_of
 
     return format_of(obj)
 
@@ -173,7 +173,7 @@ def _agree_on_statistics(ds: xr.Dataset, decoded: dict[str, Array]) -> None:
 
 def unlike_others(data: bytes, values: dict[str, Array]) -> None:
     """Check stored values against another implementation, if it can read the tensor."""
-    from xckpt.opening import format_of
+    from xckpt.opening.detection import format_of
 
     read = _OTHER_READERS.get(format_of(data))
     if read is None:
