@@ -65,51 +65,6 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     return ds
 
 
-class _Coordinates:
-    """The tensors that the file declares to be coordinates, and the dimensions that they name."""
-
-    def __init__(self, names: Collection[str], namer: AxisNamer) -> None:
-        self._names = frozenset(names)
-        self._namer = namer
-
-    def has(self, array: Listed) -> bool:
-        """Return whether an array becomes a coordinate."""
-        return array.name in self._names and array.role is None and array.stacked is None
-
-    def dims(self, node: Mapping[str, Listed], above: AxisNamer) -> dict[str, int]:
-        """Return the dimensions of a node that have the name of a coordinate, with their sizes."""
-        # xarray turns a coordinate with this single dimension into an index, and reads it at once:
-        # pandas must be able to index it, and it must be small.
-        sizes: dict[str, int] = {}
-        if not self._names:
-            return sizes
-        for leaf, array in node.items():
-            if not array.suggested or not self.has(array):
-                continue
-            dims = self._namer.users_names(array.name) or array.suggested
-            if leaf not in dims or len(dims) != array.lazy.ndim:
-                continue
-            size = array.lazy.shape[dims.index(leaf)]
-            dtype = array.lazy.dtype
-            is_indexable = (
-                array.tensor.problem is None
-                and dtype.isbuiltin
-                and dtype != np.float16
-                and array.tensor.size * dtype.itemsize <= _LARGEST_INDEX
-            )
-            if above.fits(leaf, size) and (len(dims) > 1 or is_indexable):
-                sizes[leaf] = size
-        return sizes
-
-
-class _Group(NamedTuple):
-    """The variables of one Dataset."""
-
-    variables: dict[str, xr.Variable]
-    coords: dict[str, xr.Variable]
-    dropped_attrs: dict[str, list[str]]
-
-
 @dataclass(frozen=True, slots=True)
 class GroupMaker:
     """Makes the variables of the Datasets of one opened file, and names their axes."""
@@ -183,6 +138,51 @@ class GroupMaker:
         return group
 
 
+class _Group(NamedTuple):
+    """The variables of one Dataset."""
+
+    variables: dict[str, xr.Variable]
+    coords: dict[str, xr.Variable]
+    dropped_attrs: dict[str, list[str]]
+
+
+class _Coordinates:
+    """The tensors that the file declares to be coordinates, and the dimensions that they name."""
+
+    def __init__(self, names: Collection[str], namer: AxisNamer) -> None:
+        self._names = frozenset(names)
+        self._namer = namer
+
+    def has(self, array: Listed) -> bool:
+        """Return whether an array becomes a coordinate."""
+        return array.name in self._names and array.role is None and array.stacked is None
+
+    def dims(self, node: Mapping[str, Listed], above: AxisNamer) -> dict[str, int]:
+        """Return the dimensions of a node that have the name of a coordinate, with their sizes."""
+        # xarray turns a coordinate with this single dimension into an index, and reads it at once:
+        # pandas must be able to index it, and it must be small.
+        sizes: dict[str, int] = {}
+        if not self._names:
+            return sizes
+        for leaf, array in node.items():
+            if not array.suggested or not self.has(array):
+                continue
+            dims = self._namer.users_names(array.name) or array.suggested
+            if leaf not in dims or len(dims) != array.lazy.ndim:
+                continue
+            size = array.lazy.shape[dims.index(leaf)]
+            dtype = array.lazy.dtype
+            is_indexable = (
+                array.tensor.problem is None
+                and dtype.isbuiltin
+                and dtype != np.float16
+                and array.tensor.size * dtype.itemsize <= _LARGEST_INDEX
+            )
+            if above.fits(leaf, size) and (len(dims) > 1 or is_indexable):
+                sizes[leaf] = size
+        return sizes
+
+
 def _axis_encoding(
     array: Listed,
     dims: tuple[str, ...],
@@ -250,13 +250,6 @@ def add_coords(
     for attr, along in attrs.varying.items():
         coord = free_name(f"{name}:{attr}", {*used_names, *coords})
         coords[coord] = xr.Variable(stack.dims, along.reshape(stack.shape), encoding=encoding)
-
-
-def encoding_of_dataset(listing: Listing, dropped_attrs: dict[str, list[str]]) -> dict[str, Any]:
-    """Return the entries of the encoding that restore a Dataset as it was before stacking."""
-    if all(array.stacked is None for array in listing.arrays):
-        return {}
-    return {"flat_order": listing.flat_order, "dropped_attrs": dropped_attrs}
 
 
 # --- variables ------------------------------------------------------------------------------------
@@ -462,6 +455,16 @@ def _part_encoding(part: Part) -> dict[str, Any]:
     if part.shard is not None:
         encoding["shard"] = part.shard
     return encoding
+
+
+# --- the Dataset ----------------------------------------------------------------------------------
+
+
+def encoding_of_dataset(listing: Listing, dropped_attrs: dict[str, list[str]]) -> dict[str, Any]:
+    """Return the entries of the encoding that restore a Dataset as it was before stacking."""
+    if all(array.stacked is None for array in listing.arrays):
+        return {}
+    return {"flat_order": listing.flat_order, "dropped_attrs": dropped_attrs}
 
 
 def finish_dataset(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
