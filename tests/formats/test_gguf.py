@@ -586,6 +586,16 @@ class TestRules:
         assert caught.value.rule == rule
         assert caught.value.offset is not None
 
+    @pytest.mark.parametrize(
+        ("value", "offset"),
+        [(struct.pack("<IQ", 13, 0), 33), (struct.pack("<IIQ", 9, 13, 0), 37)],
+        ids=["a value", "the entries of a list"],
+    )
+    def test_an_error_names_the_byte_of_an_unknown_type(self, value: bytes, offset: int) -> None:
+        with pytest.raises(xckpt.FormatError, match="the type 13 is unknown") as caught:
+            indexed(gguf_file({"k": value}, [], b""))
+        assert caught.value.offset == offset
+
     @pytest.mark.parametrize("label", UNREAD)
     def test_an_unreadable_tensor_leaves_the_others_readable(self, label: str) -> None:
         extents, kind, offset, rule = UNREAD[label]

@@ -332,7 +332,7 @@ class _HeadReader:
             return self._text("a text")
         if kind == LIST:
             return self._list(key)
-        dtype, code = self._number_type(kind)
+        dtype, code = self._number_type(kind, self.cursor.at - 4)
         value = self.cursor.number(self._struct(code), "a number")
         if kind == BOOL:
             return self._bools([value], key)[0]
@@ -340,13 +340,10 @@ class _HeadReader:
             self.types[key] = dtype
         return value
 
-    def _number_type(self, kind: int) -> tuple[str, str]:
+    def _number_type(self, kind: int, offset: int) -> tuple[str, str]:
         if kind not in NUMBERS:
-            raise FormatError(
-                f"the type {kind} is unknown, and therefore the position of the next entry",
-                offset=self.cursor.at - 4,
-                rule="ValueType",
-            )
+            reason = f"the type {kind} is unknown, and therefore the position of the next entry"
+            raise FormatError(reason, offset=offset, rule="ValueType")
         return NUMBERS[kind]
 
     def _bools(self, codes: Sequence[int], key: str) -> list[bool]:
@@ -358,6 +355,7 @@ class _HeadReader:
         cursor, length = self.cursor, self.count
         if depth > DEEPEST:
             raise FormatError(f"lists are nested deeper than {DEEPEST} levels", rule="Nesting")
+        type_offset = cursor.at
         kind = cursor.number(self._struct("I"), "the type of the entries of a list")
         count = cursor.number(length, "the length of a list")
         if kind == TEXT:
@@ -365,7 +363,7 @@ class _HeadReader:
         elif kind == LIST:
             dtype, code, least = "list", "", length.size + 4
         else:
-            dtype, code = self._number_type(kind)
+            dtype, code = self._number_type(kind, type_offset)
             least = self._struct(code).size
         if least * count > cursor.left:
             reason = f"a list has {count} entries of at least {least} bytes"
