@@ -596,6 +596,10 @@ class TestRules:
             indexed(gguf_file({"k": value}, [], b""))
         assert caught.value.offset == offset
 
+    def test_a_warning_names_the_byte_where_the_padding_begins(self) -> None:
+        index, _ = indexed(QUESTIONABLE["padding"])
+        assert [text.partition(":")[0] for text in index.warnings] == ["padding at byte 57"]
+
     @pytest.mark.parametrize("label", UNREAD)
     def test_an_unreadable_tensor_leaves_the_others_readable(self, label: str) -> None:
         extents, kind, offset, rule = UNREAD[label]

@@ -405,12 +405,11 @@ class _HeadReader:
         infos = self._infos()
         alignment = attrs.get(_ALIGNED, _ALIGNMENT)
         cursor = self.cursor
-        start = kit.aligned(cursor.at, alignment)
-        if infos and any(
-            cursor.take(min(start - cursor.at, cursor.left, _MOST_PADDING), "padding")
-        ):
+        start, padding_start = kit.aligned(cursor.at, alignment), cursor.at
+        nbytes = min(start - padding_start, cursor.left, _MOST_PADDING)
+        if infos and any(cursor.take(nbytes, "padding")):
             reason = "before the data is not zero: is the number of tensors right?"
-            self.notes.add(reason, f"padding at byte {cursor.at}")
+            self.notes.add(reason, f"padding at byte {padding_start}")
         tensors = {info.name: self._tensor(info, start) for info in infos}
         for name, tensor in tensors.items():
             scale = f"{name.removesuffix('.weight')}.scale"
