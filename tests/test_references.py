@@ -14,6 +14,7 @@ import xarray as xr
 
 import xckpt
 from tests.conftest import golden_files
+from tests.formats.onnx_files import field, model, varint
 from tests.formats.ztensor_files import dense_v1, v1_file
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning
@@ -111,6 +112,16 @@ def test_indivisible_rows_are_not_padded_with_later_bytes(tmp_path: Path) -> Non
     with dask.config.set({"array.chunk-size": "24B"}):
         refs = references(tmp_path / "m.zt", tensors="w")
     np.testing.assert_array_equal(opened(refs, tmp_path)["w"], values)
+
+
+def test_a_value_in_the_header_is_one_chunk(tmp_path: Path) -> None:
+    numbers = field(7, b"".join(map(varint, range(8))))
+    tensor = field(1, 4) + field(1, 2) + field(2, 7) + field(8, "w") + numbers
+    (tmp_path / "m.onnx").write_bytes(model(tensor))
+    with dask.config.set({"array.chunk-size": "16B"}):
+        refs = references(tmp_path / "m.onnx")
+    ds = opened(refs, tmp_path)
+    np.testing.assert_array_equal(ds["w"], np.arange(8).reshape(4, 2))
 
 
 def test_element_types_that_zarr_lacks_are_omitted_with_a_warning(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class StoredArray(NamedTuple):
     @property
     def order(self) -> str:
         """Order of the elements in the file, "C" or "F"."""
-        return self.tensor.order if self.tensor.ndim > 1 else "C"
+        return _order_of(self.tensor)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -172,9 +172,7 @@ def stored_arrays(
             left_out.setdefault("as their shard is missing", []).append(name)
             continue
         axes = names.name_axes(name, tensor.shape, suggested.get(name), (), name)
-        itemsize = stored_dtype(tensor.parts["data"].dtype).itemsize
-        order = tensor.order if tensor.ndim > 1 else "C"
-        yield StoredArray(tensor, axes, url, _chunk_shape(tensor.shape, itemsize, target, order))
+        yield StoredArray(tensor, axes, url, _chunk_shape(tensor, target))
     for reason, omitted in left_out.items():
         names_text = ", ".join(map(shown, omitted[:_MOST_NAMES]))
         more = len(omitted) - _MOST_NAMES
@@ -232,26 +230,30 @@ def _array(array: StoredArray) -> dict[str, Any]:
         f"{tensor.name}/.zarray": _json(metadata),
         f"{tensor.name}/.zattrs": _json(attrs),
     }
-    if tensor.size and part.inline is not None:
-        key = f"{tensor.name}/{'.'.join('0' * tensor.ndim) or '0'}"
-        refs[key] = "base64:" + base64.b64encode(part.inline).decode()
-    elif tensor.size:
-        positions = product(*map(range, array.grid)) if tensor.ndim else [(0,)]
-        for position, (offset, nbytes) in zip(positions, array.ranges, strict=True):
-            key = f"{tensor.name}/{'.'.join(map(str, position))}"
-            refs[key] = [array.url, offset, nbytes]
+    positions = product(*map(range, array.grid))
+    for position, (offset, nbytes) in zip(positions, array.ranges, strict=True):
+        key = f"{tensor.name}/{'.'.join(map(str, position)) or '0'}"
+        refs[key] = [array.url, offset, nbytes]
+        if part.inline is not None:
+            refs[key] = "base64:" + base64.b64encode(part.inline).decode()
     return refs
 
 
-def _chunk_shape(shape: tuple[int, ...], itemsize: int, target: int, order: str) -> tuple[int, ...]:
+def _order_of(tensor: Tensor) -> str:
+    return tensor.order if tensor.ndim > 1 else "C"
+
+
+def _chunk_shape(tensor: Tensor, target: int) -> tuple[int, ...]:
     """Cut along the slowest axis only, into equal chunks about as large as dask's."""
-    if not shape or 0 in shape:
-        return tuple(max(1, size) for size in shape)
+    shape, order, part = tensor.shape, _order_of(tensor), tensor.parts["data"]
+    if not tensor.size or not shape or part.inline is not None:  # an inline value is one chunk
+        return tuple([max(1, size) for size in shape])
     axis = 0 if order == "C" else len(shape) - 1
     rows = shape[axis]
-    preferred = chunks_along_slowest(shape, itemsize, target, order)[axis][0]
-    small = [n for n in range(1, isqrt(rows) + 1) if rows % n == 0]
-    step = min([*small, *(rows // n for n in small)], key=lambda n: abs(log(n / preferred)))
+    preferred = chunks_along_slowest(shape, stored_dtype(part.dtype).itemsize, target, order)
+    divisors = [n for n in range(1, isqrt(rows) + 1) if rows % n == 0]
+    divisors += [rows // n for n in divisors]
+    step = min(divisors, key=lambda n: abs(log(n / preferred[axis][0])))
     return (*shape[:axis], step, *shape[axis + 1 :])
 
 
