@@ -293,6 +293,19 @@ def test_a_guessed_option_is_answered_with_the_one_that_works(
     assert COMMANDS[line] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("names", "is_run"), [(("step-1", "step-2"), True), (("one", "two"), False)], ids=str
+)
+def test_a_glob_of_folders_is_a_run_if_their_names_have_steps(
+    names: tuple[str, str], is_run: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in names:
+        Path("models", name).mkdir(parents=True)
+        xckpt.convert("m.npz", f"models/{name}/model.npz")
+    assert main(["stats", "models/*", "--by", "layer"]) != 0
+    assert ("--by step,layer" in capsys.readouterr().err) is is_run
+
+
 WORKING = (
     "stats m.npz --dim -1",
     "stats run --by step",

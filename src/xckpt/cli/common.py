@@ -78,7 +78,7 @@ class FileInput:
         """Open the selected tensors of a file, or of a run if the keys of groups have its steps."""
         from xckpt.datasets.options import OpenOptions
         from xckpt.datasets.tensors import FileTensors, OpenTensors
-        from xckpt.opening.hints import is_run
+        from xckpt.opening.steps import has_steps
         from xckpt.storage import Location
 
         if "step" in (keys or ()):
@@ -86,7 +86,7 @@ class FileInput:
         try:
             source, index = self._open(file)
         except IsADirectoryError as error:
-            if keys is not None and is_run(Location.of(file, self.storage_options)):
+            if keys is not None and has_steps(Location.of(file, self.storage_options)):
                 by = ",".join(["step", *keys])
                 raise click.UsageError(f"{file} has several checkpoints: --by {by}") from error
             raise

@@ -51,12 +51,6 @@ def advising(location: Location) -> Iterator[None]:
         raise
 
 
-def is_run(location: Location) -> bool:
-    """Return whether a glob or a folder, which is no single checkpoint, has the steps of a run."""
-    listing = None if location.kind == "glob" else location.listing()
-    return location.kind == "glob" or (listing is not None and run_in(listing) is not None)
-
-
 def _hint(location: Location, error: Exception) -> str | None:
     if isinstance(error, IsADirectoryError) and location.kind == "glob":
         call = f"xckpt.open_steps({shown(_spelled(location.text))})"

@@ -153,6 +153,14 @@ def _open_step(place: Location, engine: str, options: OpenOptions) -> OpenFile |
     return OpenFile(place.text, source, index)
 
 
+def has_steps(location: Location) -> bool:
+    """Return whether `open_steps` finds several steps in a folder or by a glob."""
+    try:
+        return len(_run_at(location, None).steps) > 1
+    except (OSError, ValueError):
+        return False
+
+
 def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
     """Return the steps at a location: those in a folder, or each entry of a list or a glob."""
     listing = location.listing()
