@@ -151,8 +151,8 @@ def test_partial_overlap_warns() -> None:
 @pytest.mark.parametrize(
     ("stated", "rule"),
     [
-        ({"tag": 4}, "DType"),
-        ({"tag": 2**32 - 1}, "DType"),
+        ({"tag": 4}, "Dtype"),
+        ({"tag": 2**32 - 1}, "Dtype"),
         ({"tag": 1}, "ByteLength"),
         ({"nbytes": 20}, "ByteLength"),
         ({"nbytes": 23}, "ByteLength"),

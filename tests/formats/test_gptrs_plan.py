@@ -258,7 +258,7 @@ def refused(index: Draft, rule: str, name: str | None = None, /, **options: Any)
 
 @pytest.mark.parametrize("dtype", ["int64", "float64", "float16", "bfloat16", "bool"])
 def test_element_types(dtype: str) -> None:
-    text = refused(draft_of(tensor("w", dtype=dtype)), "DType", "w")
+    text = refused(draft_of(tensor("w", dtype=dtype)), "Dtype", "w")
     assert dtype in text
     assert "Convert it to a dense tensor of float32, int32" in text
 

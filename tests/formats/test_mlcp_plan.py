@@ -425,7 +425,7 @@ def refused(index: Draft, rule: str, name: str | None = None, /, **options: Any)
 
 @pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn", "bool32"])
 def test_element_types(dtype: str) -> None:
-    assert dtype in refused(draft_of(tensor("w", dtype=dtype)), "DType", "w")
+    assert dtype in refused(draft_of(tensor("w", dtype=dtype)), "Dtype", "w")
 
 
 def test_layouts() -> None:

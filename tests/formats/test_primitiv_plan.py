@@ -314,7 +314,7 @@ def refused(index: Draft, rule: str, name: str | None = None, /, **options: Any)
 @pytest.mark.parametrize("dtype", ["float64", "int32", "bfloat16"])
 def test_element_types(dtype: str) -> None:
     changed = replace(tensor("w"), dtype=dtype)
-    assert dtype in refused(draft_of(changed), "DType", "w")
+    assert dtype in refused(draft_of(changed), "Dtype", "w")
 
 
 def test_layouts() -> None:

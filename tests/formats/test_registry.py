@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +25,6 @@ from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
 FORMATS = formats.names()
 IMPURE = {"dask", "fsspec", "ml_dtypes", "numpy", "pandas", "xarray"}
@@ -130,6 +131,12 @@ def test_declarations_of_a_format_reach_the_registry(name: str) -> None:
     assert set(can.compressions) <= {*STREAMS, "zstd-seekable"}
     assert all(map(is_known, can.digests))
     assert set(can.orders) <= {"C", "F"}
+
+
+def test_a_rule_has_one_spelling_in_all_errors() -> None:
+    files = Path(formats.__file__).parents[1].rglob("*.py")
+    rules = {rule for file in files for rule in re.findall('rule="([^"]+)"', file.read_text())}
+    assert len({rule.casefold() for rule in rules}) == len(rules)
 
 
 @pytest.mark.parametrize("name", WRITTEN)

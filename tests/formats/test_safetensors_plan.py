@@ -66,7 +66,7 @@ def test_names_of_axes_are_kept() -> None:
 @pytest.mark.parametrize(
     ("bad", "rule"),
     [
-        (tensor("w", "complex128", (1,)), "DType"),
+        (tensor("w", "complex128", (1,)), "Dtype"),
         (tensor("w", "float4_e2m1fn", (3,)), "MisalignedSlice"),
         (tensor("__metadata__", "int8", (1,)), "Name"),
         (tensor("\ud800", "int8", (1,)), "Name"),

@@ -290,7 +290,7 @@ class Format:
             if tensor.layout not in self.can.layouts:
                 rule, reason = "Layout", f"{tensor.layout} tensors"
             elif tensor.layout == "dense" and tensor.dtype not in self.can.types_for(tensor.shape):
-                rule, reason = "DType", f"{tensor.dtype} elements"
+                rule, reason = "Dtype", f"{tensor.dtype} elements"
             elif tensor.layout == "dense" and tensor.order not in self.can.orders:
                 rule, reason = "Order", f"tensors in {tensor.order} order"
             else:

@@ -295,7 +295,7 @@ class _Collected:
             if dtype is None:
                 supported = "0 (f32), 1 (f16), 2 (bf16) or 3 (i32)"
                 reason = f"the element type {entry.tag} is unknown: expected {supported}"
-                raise _broken(entry, reason, "DType")
+                raise _broken(entry, reason, "Dtype")
             if kit.is_oversized(shape, dtype):
                 raise _broken(entry, f"the shape {shape} is larger than an array can be", "Shape")
             expected = nbytes_of(dtype, prod(shape))

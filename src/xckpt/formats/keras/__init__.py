@@ -308,7 +308,7 @@ def _tensor_of(name: str, dataset: hdf5.Dataset, image: hdf5.Image) -> Tensor:
         raise FormatError(f"the shape {list(shape)} is too large", rule="Shape")
     itemsize = ELEMENT_TYPES[dtype].bits // 8
     if dataset.element is None or dataset.element.nbytes != itemsize:
-        raise FormatError(f"its elements do not have {itemsize} bytes", rule="DType")
+        raise FormatError(f"its elements do not have {itemsize} bytes", rule="Dtype")
     nbytes = itemsize * prod(shape)
     byteorder = dataset.element.byteorder
     base = Part(dtype, shape, 0, 0, byteorder=byteorder)
@@ -336,7 +336,7 @@ def _dtype(dataset: hdf5.Dataset) -> str:
     stated = dataset.attrs.get("dtype")
     if label.startswith("opaque") and type(stated) is str and stated in ELEMENT_TYPES:
         return stated
-    raise UnsupportedError(f"{label} are unsupported as elements", rule="DType")
+    raise UnsupportedError(f"{label} are unsupported as elements", rule="Dtype")
 
 
 def _placed(part: Part, at: int, nbytes: int, image: hdf5.Image) -> Part:

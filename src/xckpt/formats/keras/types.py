@@ -43,7 +43,7 @@ def element(data: bytes) -> tuple[Element, int]:
     try:
         return _element(data, 0)
     except (error, IndexError, ValueError) as cause:
-        raise FormatError("an element type is cut short", rule="DType") from cause
+        raise FormatError("an element type is cut short", rule="Dtype") from cause
 
 
 def _element(data: bytes, levels: int) -> tuple[Element, int]:

@@ -92,7 +92,7 @@ def _version_2(fields: Mapping[str, Any]) -> Array:
     mark = spelled[:1] if type(spelled) is str else ""
     dtype: Any = NUMPY_CODES.get(str(spelled)[1:]) if mark in {"<", ">", "|"} else spelled
     if type(dtype) is not str or dtype not in _TYPES:
-        raise UnsupportedError(f"elements of {shown(str(spelled))} are unsupported", rule="DType")
+        raise UnsupportedError(f"elements of {shown(str(spelled))} are unsupported", rule="Dtype")
     if fields.get("filters"):
         raise UnsupportedError("filters are unsupported", rule="Codec", hint=_HINT)
     compressor = fields.get("compressor")
@@ -126,7 +126,7 @@ def _version_3(fields: Mapping[str, Any]) -> Array:
     shape, chunk = _extents(fields.get("shape"), grid.get("chunk_shape"))
     dtype = fields.get("data_type")
     if type(dtype) is not str or dtype not in _TYPES or fields.get("node_type") != "array":
-        raise UnsupportedError(f"elements of {shown(str(dtype))} are unsupported", rule="DType")
+        raise UnsupportedError(f"elements of {shown(str(dtype))} are unsupported", rule="Dtype")
     keys = kit.mapping("chunk_key_encoding", fields.get("chunk_key_encoding"))
     is_default = keys.get("name", "default") == "default"
     separator = kit.mapping("configuration", keys.get("configuration") or {}).get("separator")

@@ -578,7 +578,7 @@ def _tensor(name: str, shape: tuple[int, ...], pieces: Iterator[_Piece]) -> Tens
     blocks = blocks or [Part("float32", shape, 0, 0)]
     dtype = blocks[0].dtype
     if any(block.dtype != dtype for block in blocks):
-        problem = UnsupportedError("its pieces have several element types", rule="DType")
+        problem = UnsupportedError("its pieces have several element types", rule="Dtype")
         return Tensor(name, dtype, shape, {}, problem=problem)
     if len(blocks) == 1:
         return Tensor(name, dtype, shape, {"data": replace(blocks[0], origin=None)})

@@ -347,7 +347,7 @@ class Tensors:
             return self._halves(view, dtype)
         element = _STORED.get(dtype)
         if element is None:
-            return self.unread(dtype, size, f"elements of the type {dtype} are not read", "DType")
+            return self.unread(dtype, size, f"elements of the type {dtype} are not read", "Dtype")
         if dtype == _PAIRS:
             size = in_elements(dtype, size)
             if not size or order != "C" or strides is not None:
@@ -437,7 +437,7 @@ def _v3(o: Tensors, call: Call, _: int) -> Tensor:
     storage, offset, size, stride, requires_grad, _hooks, kind, *more = call.args
     dtype = dtype_named(kind)
     if dtype is None:
-        raise o.broken(f"{spelled(kind)} is not an element type", "DType")
+        raise o.broken(f"{spelled(kind)} is not an element type", "Dtype")
     sizes = (sizes_of(size), sizes_of(stride))
     tensor = o.view(storage, offset, sizes, dtype, meta=_at(more, 0))
     return _marked(tensor, requires_grad)
@@ -594,7 +594,7 @@ def _meta(o: Tensors, call: Call, _: int) -> Tensor:
     dtype, size = dtype_named(kind), sizes_of(size)
     o.laid_out(size, (0,) * len(size))
     if dtype is None:
-        raise o.broken(f"{spelled(kind)} is not an element type", "DType")
+        raise o.broken(f"{spelled(kind)} is not an element type", "Dtype")
     problem = PayloadMissingError("it was saved without its values (device 'meta')", rule="Meta")
     return Tensor(o.name, _STORED.get(dtype, dtype), size, {}, problem=problem)
 
