@@ -197,9 +197,9 @@ class TestSaving:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", xckpt.CheckpointWarning)
             ds, index = xr.open_dataset(path, engine="gguf"), read_index(path)
-            if ds.attrs.get("general.alignment") == 4:
-                del ds.attrs["general.alignment"]
             xckpt.save(ds, copied, long_names=True)
+            if ds.attrs.get("general.alignment") == 4:
+                ds.attrs["general.alignment"] = 32  # which GGUF allows
             again, new = xr.open_dataset(copied, engine="gguf"), read_index(copied)
         # Keys that GGUF does not allow are read, but not written; nor are lists of lists.
         attrs = {
@@ -225,6 +225,23 @@ class TestSaving:
             assert new.tensors[name].dtype == tensor.dtype
         for key, variable in ds.variables.items():
             assert_same(again[key].values, variable.values)
+
+    def test_a_small_alignment_is_written_as_the_usual_one(self, tmp_path: Path) -> None:
+        file = gguf_file({"general.alignment": u32(4)}, W, struct.pack("<f", 2.5), alignment=4)
+        (tmp_path / "old.gguf").write_bytes(file)
+        with pytest.warns(xckpt.CheckpointWarning) as caught:
+            xckpt.convert(tmp_path / "old.gguf", tmp_path / "new.gguf")
+        assert "less than 8, written as 32: 'general.alignment'" in str(caught[-1].message)
+        new = read_index(tmp_path / "new.gguf")
+        assert (new.attrs, new.warnings) == ({"general.alignment": 32}, ())
+        assert new.tensors["w"].parts["data"].offset % 32 == 0
+        assert xr.open_dataset(tmp_path / "new.gguf")["w"].values == [2.5]
+
+    def test_an_error_about_an_alignment_names_the_option(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "m.npz", w=np.ones(2, "f4"))
+        target, attrs = tmp_path / "m.gguf", {"general.alignment": 3}
+        with pytest.raises(xckpt.UnsupportedError, match=r"unset_attrs='general\.alignment'"):
+            xckpt.convert(tmp_path / "m.npz", target, set_attrs=attrs)
 
     def test_the_package_reads_what_is_written(self, tmp_path: Path) -> None:
         attrs: dict[str, Any] = {

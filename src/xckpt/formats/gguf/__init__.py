@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _MAGIC, _ALIGNMENT, _LONGEST_NAME, _MOST_WRITTEN_AXES = b"GGUF", 32, 64, 4
+_LEAST_ALIGNMENT = 8
 # Longer lists stay in the file. Lists with a value for each layer are shorter.
 _LONGEST_LIST = 256
 _MOST_NESTED = 1 << 16
@@ -136,10 +137,15 @@ class Gguf(Format):
         """
         self.check(draft)
         attrs = {key: value for key, value in draft.attrs.items() if key not in _SPLIT}
+        losses = _unloadable(draft.tensors, attrs)
         alignment = attrs.get(_ALIGNED, _ALIGNMENT)
-        if type(alignment) is not int or not _is_power(alignment) or not 8 <= alignment < 1 << 32:
+        if type(alignment) is not int or not _is_power(alignment) or alignment >= 1 << 32:
             reason = f"the attribute {_ALIGNED!r} must be a power of two of 8 or more"
-            raise UnsupportedError(reason, rule="Alignment", hint="Remove it from ds.attrs")
+            hint = f"Remove it from ds.attrs, or pass unset_attrs={_ALIGNED!r} to xckpt.convert"
+            raise UnsupportedError(reason, rule="Alignment", hint=hint)
+        if alignment < _LEAST_ALIGNMENT:
+            attrs[_ALIGNED] = alignment = _ALIGNMENT
+            losses[f"less than {_LEAST_ALIGNMENT}, written as {alignment}"] = [_ALIGNED]
         attrs |= kit.arrangement_texts(draft, draft.tensors)
         tensors = draft.tensors.values()
         if _FILE_TYPE in attrs:
@@ -157,7 +163,7 @@ class Gguf(Format):
         # A file without tensors is not padded.
         start = kit.aligned(len(head), alignment) if infos else len(head)
         plan = Plan.headed(head, place_parts(tensors, starts, start), start + starts[-1])
-        return replace(plan, losses=_unloadable(draft.tensors, attrs))
+        return replace(plan, losses=losses)
 
     def _info(self, tensor: WantedTensor, offset: int, *, long_names: bool) -> bytes:
         name = kit.check_text("the name", tensor.name, tensor.name).encode()
@@ -304,8 +310,9 @@ class _HeadReader:
             if key == _ALIGNED and not _is_power(attrs[key]):
                 reason = f"{_ALIGNED} is {attrs[key]}, not a power of two"
                 raise FormatError(reason, offset=at, rule="Alignment")
-        if attrs.get(_ALIGNED, _ALIGNMENT) % 8:
-            self.notes.add("it must be a multiple of 8", f"{_ALIGNED} {attrs[_ALIGNED]}")
+        if attrs.get(_ALIGNED, _ALIGNMENT) < _LEAST_ALIGNMENT:
+            reason = f"it must be a multiple of {_LEAST_ALIGNMENT}"
+            self.notes.add(reason, f"{_ALIGNED} {attrs[_ALIGNED]}")
         return attrs
 
     def _add_code(self, key: str, template: Any) -> None:
