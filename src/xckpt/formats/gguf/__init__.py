@@ -62,14 +62,16 @@ from xckpt.index import FileSet, Index, Part, StoredList, Tensor
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-_MAGIC, _ALIGNMENT, _LONGEST_NAME, _MOST_WRITTEN_AXES = b"GGUF", 32, 64, 4
-_LEAST_ALIGNMENT = 8
+_MAGIC = b"GGUF"
+_DEFAULT_ALIGNMENT, _LEAST_ALIGNMENT = 32, 8
+_NAME_LIMIT = 64  # GGML_MAX_NAME, with the NUL at the end
+_MOST_WRITTEN_AXES = 4
 # Longer lists stay in the file. Lists with a value for each layer are shorter.
 _LONGEST_LIST = 256
 _MOST_NESTED = 1 << 16
 _MOST_ALIKE = 16  # names that are equal after escaping
 _MOST_PADDING = 1 << 12  # bytes that are compared with zero
-_ALIGNED, _ARCHITECTURE = "general.alignment", "general.architecture"
+_ALIGNMENT_KEY, _ARCHITECTURE = "general.alignment", "general.architecture"
 _FILE_TYPE = "general.file_type"
 # `llama_ftype` of llama.cpp, of files without blocks.
 _FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
@@ -77,7 +79,7 @@ _TEMPLATE = "tokenizer.chat_template"
 # The attribute of a tensor with the name of another tensor: a factor that is not applied yet.
 _SCALE = "scale_tensor"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
-_MERGE = "the parts of a model with `llama-gguf-split --merge FIRST_PART MODEL`"
+_JOIN_ADVICE = "join the parts of a model with `llama-gguf-split --merge FIRST_PART MODEL`"
 _SPLIT_NAME = re.compile(r"(?is)(.*)-(\d{5})(-of-(\d{5})\.gguf)")
 _KEY = re.compile(r"[a-z0-9_.-]{1,65535}")
 
@@ -101,7 +103,7 @@ class Gguf(Format):
     types = _TYPES
     states_its_files = True
     storage_attrs = (
-        *_SPLIT, "general.alignment", _FILE_TYPE, "general.quantization_version", _SCALE,
+        *_SPLIT, _ALIGNMENT_KEY, _FILE_TYPE, "general.quantization_version", _SCALE,
     )  # fmt: skip
     can = Can(
         # gguf-py divides the last axis of BF16, and fails for the whole file without an axis.
@@ -120,10 +122,10 @@ class Gguf(Format):
         """Read the metadata, except long lists, and the list of tensors."""
         reader = _HeadReader(source)
         attrs = reader.attrs()
-        tensors = reader.tensors(attrs)
+        tensors = reader.tensors()
         files, version = _file_set(source.name, attrs, reader), str(reader.version)
         index = kit.index_of(self.name, source, tensors, attrs, notes=reader.notes, version=version)
-        return kit.with_arrangement(replace(index, files=files, attr_types=reader.types))
+        return kit.with_arrangement(replace(index, files=files, attr_types=reader.attr_types))
 
     def plan(self, draft: Draft, *, long_names: bool = False) -> Plan:
         """Plan the metadata, the list of tensors, and their data.
@@ -138,31 +140,31 @@ class Gguf(Format):
         self.check(draft)
         attrs = {key: value for key, value in draft.attrs.items() if key not in _SPLIT}
         losses = _unloadable(draft.tensors, attrs)
-        alignment = attrs.get(_ALIGNED, _ALIGNMENT)
+        alignment = attrs.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not _is_power(alignment) or alignment >= 1 << 32:
-            reason = f"the attribute {_ALIGNED!r} must be a power of two of 8 or more"
-            hint = f"Remove it from ds.attrs, or pass unset_attrs={_ALIGNED!r} to xckpt.convert"
+            reason = f"the attribute {_ALIGNMENT_KEY!r} must be a power of two of 8 or more"
+            hint = f"Remove it from ds.attrs, or pass unset_attrs={_ALIGNMENT_KEY!r} to convert"
             raise UnsupportedError(reason, rule="Alignment", hint=hint)
         if alignment < _LEAST_ALIGNMENT:
-            attrs[_ALIGNED] = alignment = _ALIGNMENT
-            losses[f"less than {_LEAST_ALIGNMENT}, written as {alignment}"] = [_ALIGNED]
+            attrs[_ALIGNMENT_KEY] = alignment = _DEFAULT_ALIGNMENT
+            losses[f"less than {_LEAST_ALIGNMENT}, written as {alignment}"] = [_ALIGNMENT_KEY]
         attrs |= kit.arrangement_texts(draft, draft.tensors)
         tensors = draft.tensors.values()
         if _FILE_TYPE in attrs:
             attrs[_FILE_TYPE] = _file_type(attrs[_FILE_TYPE], tensors)
         padded = [kit.aligned(tensor.parts["data"].nbytes, alignment) for tensor in tensors]
-        starts = [0, *accumulate(padded)]
-        types = {**draft.attr_types, _ALIGNED: "uint32"}
+        *offsets, nbytes = accumulate(padded, initial=0)
+        types = {**draft.attr_types, _ALIGNMENT_KEY: "uint32"}
         entries = [metadata.entry(str(key), attrs[key], types.get(key)) for key in attrs]
         infos = [
-            self._info(tensor, at, long_names=long_names)
-            for tensor, at in zip(tensors, starts, strict=False)
+            self._info(tensor, offset, long_names=long_names)
+            for tensor, offset in zip(tensors, offsets, strict=True)
         ]
         head = _MAGIC + struct.pack("<IQQ", 3, len(infos), len(entries))
         head += b"".join([*entries, *infos])
         # A file without tensors is not padded.
         start = kit.aligned(len(head), alignment) if infos else len(head)
-        plan = Plan.headed(head, place_parts(tensors, starts, start), start + starts[-1])
+        plan = Plan.headed(head, place_parts(tensors, offsets, start), start + nbytes)
         return replace(plan, losses=losses)
 
     def _info(self, tensor: WantedTensor, offset: int, *, long_names: bool) -> bytes:
@@ -170,8 +172,8 @@ class Gguf(Format):
         if b"\0" in name:
             reason = "its name has a NUL, where other readers end it"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Name", hint="Rename it")
-        if len(name) >= _LONGEST_NAME and not long_names:
-            reason = f"its name has {len(name)} bytes; llama.cpp reads {_LONGEST_NAME - 1}"
+        if len(name) >= _NAME_LIMIT and not long_names:
+            reason = f"its name has {len(name)} bytes; llama.cpp reads {_NAME_LIMIT - 1}"
             hint = "Rename it, or pass long_names=True"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Name", hint=hint)
         if tensor.ndim > _MOST_WRITTEN_AXES:
@@ -182,11 +184,9 @@ class Gguf(Format):
         return struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", code, offset)
 
 
-_compiled = cache(struct.Struct)
-
 # Names of layers in models of other libraries, and names of llama.cpp.
-_OF_OTHERS = re.compile(r"(?:.+\.)?(?:layers?|h|blocks?)\.[0-9]+\..+")
-_OF_MODELS = re.compile(r"blk\.[0-9]+\..+|token_embd\.weight")
+_FOREIGN_LAYER = re.compile(r"(?:.+\.)?(?:layers?|h|blocks?)\.[0-9]+\..+")
+_LLAMA_NAME = re.compile(r"blk\.[0-9]+\..+|token_embd\.weight")
 
 
 def _unloadable(names: Iterable[str], attrs: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -194,17 +194,17 @@ def _unloadable(names: Iterable[str], attrs: Mapping[str, Any]) -> dict[str, lis
     if _ARCHITECTURE in attrs:
         return {}
     names = list(names)
-    unloadable = [name for name in names if _OF_OTHERS.fullmatch(name)]
+    unloadable = [name for name in names if _FOREIGN_LAYER.fullmatch(name)]
     if unloadable:
         hint = "its convert_hf_to_gguf.py gives names and metadata"
         return {f"no {_ARCHITECTURE}, and names that llama.cpp does not load; {hint}": unloadable}
-    if any(map(_OF_MODELS.fullmatch, names)):
+    if any(map(_LLAMA_NAME.fullmatch, names)):
         return {"missing in ds.attrs, and llama.cpp loads no model without it": [_ARCHITECTURE]}
     return {}
 
 
 def _file_type(stated: Any, tensors: Collection[WantedTensor]) -> Any:
-    """Return the type that a file states, or that of most elements if no tensor has the stated."""
+    """Return the stated type of a file, or the type of most elements if no tensor has that one."""
     sizes: Counter[int] = Counter()
     for tensor in tensors:
         if tensor.dtype in BLOCK_TYPES:
@@ -222,6 +222,9 @@ def _is_power(number: int) -> bool:
 # --- reading --------------------------------------------------------------------------------------
 
 
+_compiled = cache(struct.Struct)
+
+
 class _Info(NamedTuple):
     """An entry in the list of tensors."""
 
@@ -229,7 +232,7 @@ class _Info(NamedTuple):
     shape: tuple[int, ...]
     kind: int
     offset: int
-    at: int  # offset of the entry
+    entry_offset: int
 
 
 class _HeadReader:
@@ -237,7 +240,8 @@ class _HeadReader:
 
     def __init__(self, source: Readable) -> None:
         self.size, self.notes = source.size, kit.Notes()
-        self.types: dict[str, str] = {}  # of attributes
+        self.attr_types: dict[str, str] = {}
+        self._alignment = _DEFAULT_ALIGNMENT
         self.split_at = 0  # offset of the number of files
         self._nested = 0  # number of entries in nested lists
         self._escaped: dict[tuple[str, bytes], str] = {}  # names that are not UTF-8
@@ -255,9 +259,12 @@ class _HeadReader:
         if self.byteorder == "big" and self.version < 3:
             reason = "big-endian files begin with version 3"
             self.notes.add(reason, f"version {self.version}")
-        self.tensor_count = cursor.number(self.count, "the number of tensors")
-        self.entry_count = cursor.number(self.count, "the number of entries")
-        width = self.count.size
+        self._endian = "<" if self.byteorder == "little" else ">"
+        self._length_code = "I" if self.version == 1 else "Q"
+        self._u32, self._length = self._struct("I"), self._struct(self._length_code)
+        self.tensor_count = cursor.number(self._length, "the number of tensors")
+        self.entry_count = cursor.number(self._length, "the number of entries")
+        width = self._length.size
         least = self.entry_count * (width + 5) + self.tensor_count * (2 * width + 8)
         if least > cursor.left:
             reason = f"{self.entry_count} entries and {self.tensor_count} tensors need at least "
@@ -265,16 +272,11 @@ class _HeadReader:
             raise FormatError(reason, offset=8, rule="Count")
 
     def _struct(self, code: str) -> struct.Struct:
-        return _compiled(("<" if self.byteorder == "little" else ">") + code)
-
-    @property
-    def count(self) -> struct.Struct:
-        """Struct of counts and lengths."""
-        return self._struct("I" if self.version == 1 else "Q")
+        return _compiled(self._endian + code)
 
     def _text(self, label: str) -> str | bytes:
         """Read a text, as bytes if it is not UTF-8."""
-        data = self.cursor.take(self.cursor.number(self.count, label), label)
+        data = self.cursor.take(self.cursor.number(self._length, label), label)
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -285,7 +287,6 @@ class _HeadReader:
     def attrs(self) -> dict[str, Any]:
         """Read all entries."""
         attrs: dict[str, Any] = {}
-        kind_of = self._struct("I")
         for _ in range(self.entry_count):
             at = self.cursor.at
             text = self._text("a key")
@@ -294,11 +295,11 @@ class _HeadReader:
                 raise FormatError(f"the key {shown(key)} twice", offset=at, rule="DuplicateKey")
             if type(text) is str and _KEY.fullmatch(key) is None:
                 self.notes.add("a key must be of lower-case letters, digits, _ and .", shown(key))
-            kind = self.cursor.number(kind_of, "the type of a value")
+            kind = self.cursor.number(self._u32, "the type of a value")
             if key == "split.count":
                 self.split_at = at
-            if key == _ALIGNED and kind != 4:
-                reason = f"{_ALIGNED} is of type {kind}, not u32"
+            if key == _ALIGNMENT_KEY and kind != 4:
+                reason = f"{_ALIGNMENT_KEY} is of type {kind}, not u32"
                 raise FormatError(reason, offset=at, rule="Alignment")
             try:
                 attrs[key] = self._value(kind, key)
@@ -307,12 +308,13 @@ class _HeadReader:
                 raise error.located(offset=self.cursor.at) from None
             if key.startswith(_TEMPLATE):
                 self._add_code(key, attrs[key])
-            if key == _ALIGNED and not _is_power(attrs[key]):
-                reason = f"{_ALIGNED} is {attrs[key]}, not a power of two"
+            if key == _ALIGNMENT_KEY and not _is_power(attrs[key]):
+                reason = f"{_ALIGNMENT_KEY} is {attrs[key]}, not a power of two"
                 raise FormatError(reason, offset=at, rule="Alignment")
-        if attrs.get(_ALIGNED, _ALIGNMENT) < _LEAST_ALIGNMENT:
+        self._alignment = attrs.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
+        if self._alignment < _LEAST_ALIGNMENT:
             reason = f"it must be a multiple of {_LEAST_ALIGNMENT}"
-            self.notes.add(reason, f"{_ALIGNED} {attrs[_ALIGNED]}")
+            self.notes.add(reason, f"{_ALIGNMENT_KEY} {self._alignment}")
         return attrs
 
     def _add_code(self, key: str, template: Any) -> None:
@@ -343,8 +345,9 @@ class _HeadReader:
         value = self.cursor.number(self._struct(code), "a number")
         if kind == BOOL:
             return self._bools([value], key)[0]
+        # `default_type` chooses the others again.
         if dtype != metadata.default_type([value], in_list=False):
-            self.types[key] = dtype
+            self.attr_types[key] = dtype
         return value
 
     def _number_type(self, kind: int, offset: int) -> tuple[str, str]:
@@ -359,16 +362,16 @@ class _HeadReader:
         return [code != 0 for code in codes]
 
     def _list(self, key: str, depth: int = 1) -> Any:
-        cursor, length = self.cursor, self.count
+        cursor = self.cursor
         if depth > DEEPEST:
             raise FormatError(f"lists are nested deeper than {DEEPEST} levels", rule="Nesting")
         type_offset = cursor.at
-        kind = cursor.number(self._struct("I"), "the type of the entries of a list")
-        count = cursor.number(length, "the length of a list")
+        kind = cursor.number(self._u32, "the type of the entries of a list")
+        count = cursor.number(self._length, "the length of a list")
         if kind == TEXT:
-            dtype, code, least = "text", "", length.size
+            dtype, code, least = "text", "", self._length.size
         elif kind == LIST:
-            dtype, code, least = "list", "", length.size + 4
+            dtype, code, least = "list", "", self._length.size + 4
         else:
             dtype, code = self._number_type(kind, type_offset)
             least = self._struct(code).size
@@ -384,12 +387,12 @@ class _HeadReader:
             self.notes.add("ggml refuses lists of lists", f"the value of {shown(key)}")
             return [self._list(key, depth + 1) for _ in range(count)]
         if dtype not in {"text", "int32", "float32"} or (dtype == "text" and not count):
-            self.types[key] = dtype
+            self.attr_types[key] = dtype
         if count > _LONGEST_LIST and depth == 1:
             return self._stored_list(dtype, count, least)
         if kind == TEXT:
             return [self._text("a text") for _ in range(count)]
-        layout = struct.Struct(self._struct("B").format[0] + f"{count}{code}")
+        layout = struct.Struct(f"{self._endian}{count}{code}")
         values = layout.unpack(cursor.take(layout.size, "a list"))
         return self._bools(values, key) if kind == BOOL else list(values)
 
@@ -397,22 +400,19 @@ class _HeadReader:
         """Skip a list, and return its position in the file."""
         start, order = self.cursor.at, self.byteorder
         if dtype == "text":
-            self.cursor.skip_texts(count, self.count)
+            self.cursor.skip_texts(count, self._length)
             nbytes = self.cursor.at - start
-            return StoredList(
-                Part("uint8", (nbytes,), start, nbytes, byteorder=order), count, least
-            )
+            part = Part("uint8", (nbytes,), start, nbytes, byteorder=order)
+            return StoredList(part, count, least)
         self.cursor.skip(count * least, "a list")
         return StoredList(Part(dtype, (count,), start, count * least, byteorder=order), count)
 
     # --- tensors ---
 
-    def tensors(self, attrs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Read the list of tensors, with the positions of their data."""
-        infos = self._infos()
-        alignment = attrs.get(_ALIGNED, _ALIGNMENT)
-        cursor = self.cursor
-        start, padding_start = kit.aligned(cursor.at, alignment), cursor.at
+    def tensors(self) -> dict[str, Tensor]:
+        """Read the list of tensors, with the positions of their data; `attrs` come before it."""
+        infos, cursor = self._infos(), self.cursor
+        start, padding_start = kit.aligned(cursor.at, self._alignment), cursor.at
         nbytes = min(start - padding_start, cursor.left, _MOST_PADDING)
         if infos and any(cursor.take(nbytes, "padding")):
             reason = "before the data is not zero: is the number of tensors right?"
@@ -423,18 +423,27 @@ class _HeadReader:
             if tensor.dtype == "nvfp4" and scale in tensors:
                 tensors[name] = replace(tensor, attrs={_SCALE: scale})
         tensors = kit.with_cut_data(tensors, self.size)
-        self._check_places(infos, tensors, start, alignment)
+        ranges = [
+            (part.offset, part.offset + part.nbytes, tensor.name)
+            for tensor in tensors.values()
+            for part in tensor.parts.values()
+            if part.nbytes
+        ]
+        self._check_order(infos, tensors, self._overlapping(ranges))
+        if ranges and not any(tensor.problem for tensor in tensors.values()):
+            data_end = max([end for _, end, _ in ranges])
+            self._check_end(data_end, start + kit.aligned(data_end - start, self._alignment))
         return tensors
 
     def _infos(self) -> list[_Info]:
-        cursor, length, rank_of = self.cursor, self.count, self._struct("I")
-        extent = length.format[1]
-        rests = [self._struct(f"{rank}{extent}IQ") for rank in range(kit.MOST_AXES + 1)]
+        cursor, code = self.cursor, self._length_code
+        # Extents, type and offset, by number of axes.
+        fields = [self._struct(f"{rank}{code}IQ") for rank in range(kit.MOST_AXES + 1)]
         infos: list[_Info] = []
         names: dict[str, None] = {}
         for _ in range(self.tensor_count):
             at = cursor.at
-            data = cursor.take(cursor.number(length, "a name"), "the name of a tensor")
+            data = cursor.take(cursor.number(self._length, "a name"), "the name of a tensor")
             try:
                 name = data.decode()
             except UnicodeDecodeError:
@@ -443,24 +452,22 @@ class _HeadReader:
                 reason = "two tensors have this name"
                 raise FormatError(reason, offset=at, tensor=name, rule="DuplicateTensor")
             names[name] = None
-            rank = cursor.number(rank_of, "the number of axes")
+            rank = cursor.number(self._u32, "the number of axes")
             if rank > kit.MOST_AXES:
                 reason = f"{rank} axes are more than {kit.MOST_AXES}"
                 raise FormatError(reason, offset=at, tensor=name, rule="Shape")
-            *extents, kind, offset = cursor.fields(rests[rank], "an entry in the list of tensors")
+            *extents, kind, offset = cursor.fields(fields[rank], "an entry in the list of tensors")
             if rank > _MOST_WRITTEN_AXES:
                 self.notes.add(f"more than {_MOST_WRITTEN_AXES} axes", f"tensor {shown(name)}")
-            if len(data) >= _LONGEST_NAME or "\0" in name:
-                self.notes.add(
-                    f"names have less than {_LONGEST_NAME} bytes and no NUL",
-                    f"tensor {shown(name)}",
-                )
+            if len(data) >= _NAME_LIMIT or "\0" in name:
+                reason = f"its name has {_NAME_LIMIT} bytes or more, or a NUL"
+                self.notes.add(reason, f"tensor {shown(name)}")
             infos.append(_Info(name, tuple(extents[::-1]), kind, offset, at))
         return infos
 
     def _tensor(self, info: _Info, start: int) -> Tensor:
-        name, shape, kind, offset, at = info
-        location: Any = {"offset": at, "tensor": name}
+        name, shape, kind, offset, entry_offset = info
+        location: Any = {"offset": entry_offset, "tensor": name}
         fields: dict[str, Any] = {}
         dtype = _TYPES.get(kind) or _BLOCKS.get(kind) or _REMOVED.get(kind, f"type {kind}")
         if kit.is_oversized(shape, _TYPES.get(kind)):
@@ -482,50 +489,50 @@ class _HeadReader:
         elif kind not in _TYPES:
             fields["problem"] = _unknown_type(kind).located(**location)
             return Tensor(name, dtype, shape, {}, **fields)
-        nbytes, place = nbytes_of(element, prod(stored)), start + offset
+        nbytes = nbytes_of(element, prod(stored))
         # The offset of an empty tensor has no meaning, and may be anything.
-        place = place if nbytes else min(place, self.size)
+        place = start + offset if nbytes else min(start + offset, self.size)
         part = Part(element, stored, place, nbytes, byteorder=self.byteorder)
         return Tensor(name, dtype, shape, {"data": part}, **fields)
 
-    def _check_places(
-        self, infos: Iterable[_Info], tensors: Mapping[str, Tensor], start: int, alignment: int
-    ) -> None:
-        """Warn about offsets that ggml refuses, and about bytes after the last tensor."""
+    def _overlapping(self, ranges: Iterable[tuple[int, int, str]]) -> set[str]:
+        """Return the names of tensors that share bytes, with a warning."""
         overlapping: set[str] = set()
-        ranges = [
-            (part.offset, part.offset + part.nbytes, tensor.name)
-            for tensor in tensors.values()
-            for part in tensor.parts.values()
-            if part.nbytes
-        ]
+        # Sorting 100,000 ranges is slow; neighbours show whether it is needed.
         if any(end > begin for (_, end, _), (begin, _, _) in pairwise(ranges)):
             inside = [entry for entry in ranges if entry[1] <= self.size]
             for _, name, owner in kit.find_overlaps(inside):
                 overlapping.update((name, owner))
                 self.notes.add(f"the data overlap {shown(owner)}", f"tensor {shown(name)}")
-        expected: int | None = 0
+        return overlapping
+
+    def _check_order(
+        self, infos: Iterable[_Info], tensors: Mapping[str, Tensor], overlapping: set[str]
+    ) -> None:
+        """Warn about offsets that ggml refuses."""
+        next_offset: int | None = 0  # None after a tensor of unknown size
         for info in infos:
             tensor = tensors[info.name]
-            if info.offset % alignment and tensor.nbytes:
-                reason = f"data do not begin at a multiple of {alignment} bytes"
+            if info.offset % self._alignment and tensor.nbytes:
+                reason = f"data do not begin at a multiple of {self._alignment} bytes"
                 self.notes.add(reason, f"tensor {shown(info.name)}")
             elif not (
-                tensor.problem or info.name in overlapping or expected in {None, info.offset}
+                tensor.problem or info.name in overlapping or next_offset in {None, info.offset}
             ):
                 reason = "the data do not begin where the previous tensor ends, as ggml requires"
                 self.notes.add(reason, f"tensor {shown(info.name)}")
-            end = info.offset + tensor.nbytes
-            expected = kit.aligned(end, alignment) if tensor.problem is None else None
-        expected = max((end for _, end, _ in ranges), default=0)
-        end = start + kit.aligned(expected - start, alignment)
-        if expected and end < self.size and not any(t.problem for t in tensors.values()):
-            for at in dict.fromkeys((expected, end)):
+            end = kit.aligned(info.offset + tensor.nbytes, self._alignment)
+            next_offset = end if tensor.problem is None else None
+
+    def _check_end(self, data_end: int, padded_end: int) -> None:
+        """Warn about bytes after the last tensor; raise an error if they are another file."""
+        if padded_end < self.size:
+            for at in (data_end, padded_end):  # files that were joined without padding, or with it
                 self.cursor.at = at
                 if self.cursor.peek(4) == _MAGIC:
-                    raise kit.joined_files(at, f"Cut the file at byte {at}, and join {_MERGE}")
-            reason = f"{self.size - end} bytes follow the last tensor, and are ignored; "
-            self.notes.add(reason + "the tensors are intact", f"byte {end}")
+                    raise kit.joined_files(at, f"Cut the file at byte {at}, and {_JOIN_ADVICE}")
+            reason = f"{self.size - padded_end} bytes follow the last tensor, and are ignored; "
+            self.notes.add(reason + "the tensors are intact", f"byte {padded_end}")
 
 
 def _unknown_type(kind: int) -> UnsupportedError:
@@ -561,7 +568,7 @@ def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileS
         ending = f"-{number + 1:05}-of-{count:05}.gguf"
         reason = f"file {number + 1} of {count}, by its metadata, is read alone: to open all, "
         reason += f"rename it so that it ends with {shown(ending)} and begins as the others do, or "
-        reader.notes.add(f"{reason}join {_MERGE}", shown(name))
+        reader.notes.add(f"{reason}{_JOIN_ADVICE}", shown(name))
         return None
     stem, named_number, ending, named_count = match[1], int(match[2]), match[3], int(match[4])
     if (number + 1, count) != (named_number, named_count):
