@@ -49,6 +49,7 @@ __all__ = [
     "UnsupportedError",
     "causes_of",
     "deprecated_name",
+    "escaped",
     "is_damage",
     "locating",
     "named",
@@ -83,6 +84,11 @@ def shown(name: str) -> str:
     if len(name) > _LONGEST_SHOWN_NAME:
         name = name[:_LONGEST_SHOWN_NAME] + "…"
     return repr(name)
+
+
+def escaped(text: str) -> str:
+    """Return text from a file, shortened and with control characters escaped, without quotes."""
+    return shown(text)[1:-1]
 
 
 def some(names: Sequence[str], what: str = "tensors", most: int = 5) -> str:

@@ -22,6 +22,7 @@ from xckpt.errors import (
     MissingShardError,
     TruncatedError,
     UnsupportedError,
+    escaped,
     shown,
 )
 from xckpt.index import DEEPEST_ATTRS, Arrangement, Index, Shard, Tensor, is_json
@@ -252,7 +253,7 @@ def decode_json(
             json.dumps(value, ensure_ascii=False).encode()
     # UnicodeDecodeError and JSONDecodeError are ValueErrors.
     except (ValueError, RecursionError) as error:
-        reason = shown(str(error))[1:-1]
+        reason = escaped(str(error))
         reason = f"{label} is not valid JSON: {reason}"
         raise FormatError(reason, offset=offset, rule=rule) from error
     if deepest is not None and is_deeper(value, deepest):
@@ -330,7 +331,7 @@ def decode_cbor(
         # cbor2 has one error class for all of these.
         rule = "CborDepth" if "nesting depth" in str(error) else "CborSyntax"
         rule = "CborDuplicateKey" if "Duplicate map key" in str(error) else rule
-        raise FormatError(f"not CBOR: {shown(reason)[1:-1]}", rule=rule) from error
+        raise FormatError(f"not CBOR: {escaped(reason)}", rule=rule) from error
 
 
 def encode_cbor(value: Any) -> bytes:

@@ -52,7 +52,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import nbytes_of
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, escaped, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.burnpack import cbor
 from xckpt.formats.burnpack.schemes import Scheme, placed_parts, scheme_of, split
@@ -254,7 +254,7 @@ class Burnpack(Format):
                 raise _not_before("0.21", "booleans of 32 bits", tensor)
             return {"Bool": "U32"}
         if dtype not in self.spellings:
-            reason = f"burnpack does not support {shown(dtype)[1:-1]}"
+            reason = f"burnpack does not support {escaped(dtype)}"
             hint = f"Supported types are {', '.join(self.can.types)}"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Dtype", hint=hint)
         return stated if dtype == "float32" and stated == "Flex32" else self.spellings[dtype]

@@ -10,7 +10,7 @@ import io
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, escaped, shown
 from xckpt.formats.keras.hdf5 import Chunk, Contents, Dataset, Image, NewerError
 from xckpt.formats.keras.types import element
 
@@ -83,7 +83,7 @@ def read(image: Image, notes: kit.Notes, newer: NewerError | None = None) -> Con
         raise
     # The library has an exception for each of its error codes, and their texts have paths.
     except Exception as error:
-        reason = f"HDF5 cannot read the file: {shown(str(error))[1:-1]}"
+        reason = f"HDF5 cannot read the file: {escaped(str(error))}"
         raise FormatError(reason, offset=image.offset(0), rule="Hdf5") from error
 
 

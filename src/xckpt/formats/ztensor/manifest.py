@@ -13,7 +13,7 @@ from math import isnan, nan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
-from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.errors import FormatError, UnsupportedError, escaped, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mistyped
 from xckpt.formats.plan import Plan, PlannedPart, WantedPart
@@ -179,7 +179,7 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()}
 
 
-def storable(value: Any, levels: int, tensor: str | None = None) -> Any:
+def as_storable(value: Any, levels: int, tensor: str | None = None) -> Any:
     """Raise `UnsupportedError` unless CBOR without tags can represent an attribute."""
     kind = type(value)
     if kind is str:
@@ -193,12 +193,13 @@ def storable(value: Any, levels: int, tensor: str | None = None) -> Any:
     if not levels:
         raise _no_attribute("nested too deep", tensor)
     if kind is not dict:
-        return [storable(item, levels - 1, tensor) for item in value]
+        return [as_storable(item, levels - 1, tensor) for item in value]
     for key in value:
         if type(key) not in _SCALARS:
             raise _no_attribute(f"with a key of type {type(key).__name__}", tensor)
     return {
-        storable(key, 0, tensor): storable(item, levels - 1, tensor) for key, item in value.items()
+        as_storable(key, 0, tensor): as_storable(item, levels - 1, tensor)
+        for key, item in value.items()
     }
 
 
@@ -228,7 +229,7 @@ def root_attributes(
     for key, value in draft.attrs.items():
         if type(key) is not str:
             raise _no_attribute(f"named by a {type(key).__name__}", None)
-        attrs[kit.check_text("the attribute", key)] = storable(value, levels)
+        attrs[kit.check_text("the attribute", key)] = as_storable(value, levels)
     as_read = {name: tensors[name] for name in sorted(tensors, key=key_order)}
     return attrs | kit.arrangement_texts(draft, as_read, "Attributes")
 
@@ -306,7 +307,7 @@ LOGICAL_1 = {
 WRITTEN = tuple(dict.fromkeys([*LONG, *(dtype for dtype, _ in LOGICAL.values())]))
 
 
-def drained(
+def pop_entries(
     entries: dict[Any, Any], check_name: Callable[[str, Any], object]
 ) -> Iterator[tuple[str, Any]]:
     """Yield and remove the entries of tensors; the garbage collector then has less to visit."""
@@ -315,7 +316,7 @@ def drained(
         yield name, entries.pop(name)
 
 
-def element(
+def element_type(
     fields: Mapping[Any, Any], types: Mapping[str, str], logical: Mapping[str, tuple[str, str]]
 ) -> tuple[str, str | None]:
     """Return a part's element type as spelled in the file, and its name here if known."""
@@ -332,7 +333,9 @@ def element(
     return type_name, dtype
 
 
-def unknown(what: str, spelled: str, tensor: str, offset: int | None = None) -> UnsupportedError:
+def unknown_error(
+    what: str, spelled: str, tensor: str, offset: int | None = None
+) -> UnsupportedError:
     """Return the error for an unknown element type or encoding; other tensors are readable."""
     reason, hint = f"unknown {what} {shown(spelled)}", kit.without(tensor)
     rule = "Encoding" if what == "encoding" else "Schema"
@@ -387,7 +390,7 @@ def require_roles(
         raise FormatError(reason, rule="LayoutRule")
 
 
-def flat(part: Part) -> Part:
+def flattened(part: Part) -> Part:
     """Return a part as a flat array of its elements; of bytes if they do not divide evenly."""
     size = decoded_size(part)
     if size is None:
@@ -398,7 +401,7 @@ def flat(part: Part) -> Part:
     return replace(part, shape=(size * 8 // bits,))
 
 
-def sparse(layout: str, shape: Shape, parts: Mapping[str, Part]) -> dict[str, Part]:
+def sparse_parts(layout: str, shape: Shape, parts: Mapping[str, Part]) -> dict[str, Part]:
     """Check the sizes of the parts of a sparse array."""
     for role in ROLES[layout][1:]:
         if not parts[role].dtype.startswith(("int", "uint")):
@@ -474,19 +477,19 @@ def storable_parts(tensor: WantedTensor, index_types: Sequence[str]) -> dict[str
     for role, part in tensor.parts.items():
         if part.dtype not in WRITTEN:
             hint = f"Supported types are {', '.join(WRITTEN)}"
-            reason = f"zTensor does not support {shown(part.dtype)[1:-1]}"
+            reason = f"zTensor does not support {escaped(part.dtype)}"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Dtype", hint=hint)
         parts[role] = Part(part.dtype, part.shape, 0, part.nbytes)
     if tensor.layout == "quantized":
         return parts
     if tensor.layout == "structural":
-        return {role: flat(part) for role, part in parts.items()}
+        return {role: flattened(part) for role, part in parts.items()}
     with kit.locating(tensor=tensor.name):
         require_roles(tensor.layout, parts, ROLES[tensor.layout])
         if tensor.layout == "dense":
             check_dense(parts["data"], tensor.shape)
             return {"data": replace(parts["data"], shape=tensor.shape)}
-        parts = sparse(tensor.layout, tensor.shape, parts)
+        parts = sparse_parts(tensor.layout, tensor.shape, parts)
     roles = ROLES[tensor.layout][1:]
     bits = max(ELEMENT_TYPES[parts[role].dtype].bits for role in roles)
     dtype = next(name for name in index_types if ELEMENT_TYPES[name].bits >= bits)
@@ -523,14 +526,14 @@ def new_parts(
     return result
 
 
-def unnamed_layout(tensor: WantedTensor, defined: Iterable[str]) -> UnsupportedError:
+def unnamed_layout_error(tensor: WantedTensor, defined: Iterable[str]) -> UnsupportedError:
     """Return the error for parts that are neither an array nor of a named layout."""
     hint = f"Give it the attribute {LAYOUT_KEY!r}, a text other than {', '.join(defined)}"
     reason = "parts of a layout without a name"
     return UnsupportedError(reason, tensor=tensor.name, rule="Layout", hint=hint)
 
 
-def planned(
+def plan_parts(
     literals: tuple[LiteralBytes, ...],
     entries: Mapping[str, NewEntry],
     start: int,

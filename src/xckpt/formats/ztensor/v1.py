@@ -25,7 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, escaped, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
 from xckpt.formats.plan import Draft, LiteralBytes, Plan, WantedTensor, Written, by_source
@@ -59,15 +59,13 @@ _LEVELS = 125
 def read(source: Readable, magic: bytes) -> Index:
     """Read a file of version 0.1, 1.0, 1.1 or 1.2."""
     tail = bytes(source.read(source.size - 16, 16))
-    # 1.0 has no magic in the footer: its specification subtracts 16 bytes from the size for the
-    # head and the footer.
-    plain = tail[8:] != MAGIC or magic == MAGIC_0
-    footer = 8 if plain else 16
+    # Files of 0.1 and 1.0 end with the length of the manifest; 1.1 and 1.2 repeat the magic.
+    has_one_magic = tail[8:] != MAGIC or magic == MAGIC_0
+    footer = 8 if has_one_magic else 16
     length = int.from_bytes(tail[16 - footer :][:8], "little")
     start = manifest.locate(source.size, footer, length)
     ranges = _Ranges(source.size, start)
     attrs: dict[str, Any] = {}
-    warnings: tuple[str, ...] = ()
     with kit.locating(offset=start):
         # A file of version 0.1 with only a head and a footer has no manifest.
         empty = magic == MAGIC_0 and not length and source.size == _HEAD + _FOOTER
@@ -75,17 +73,18 @@ def read(source: Readable, magic: bytes) -> Index:
         if magic == MAGIC_0:
             version, tensors = "0.1", kit.read_each(_entries_0(root), partial(_tensor_0, ranges))
         else:
-            version, warnings = _version(mapping("manifest", root), 0 if plain else 2)
-            key = "tensors" if plain else "objects"
-            reading = _Components(ranges, plain=plain)
-            entries = manifest.drained(mapping(key, root.get(key)), manifest.text)
-            tensors = kit.read_each(entries, reading.tensor)
+            known_minor = 0 if has_one_magic else 2
+            version = _version(mapping("manifest", root), known_minor, ranges.notes)
+            key = "tensors" if has_one_magic else "objects"
+            components = _Components(ranges, is_1_0=has_one_magic)
+            entries = manifest.pop_entries(mapping(key, root.get(key)), manifest.text)
+            tensors = kit.read_each(entries, components.tensor)
             attrs = manifest.attributes(root.get("attributes"))
             if "generator" in root:
                 generator = manifest.attributes({"generator": root["generator"]})
                 attrs.setdefault("generator", generator["generator"])
     index = kit.index_of("ztensor", source, tensors, attrs, notes=ranges.notes, version=version)
-    return kit.with_arrangement(replace(index, warnings=warnings + index.warnings))
+    return kit.with_arrangement(index)
 
 
 class _Ranges:
@@ -97,10 +96,7 @@ class _Ranges:
         self.notes = kit.Notes()
 
     def check(self, tensor: str, offset: Any, nbytes: Any) -> tuple[int, int]:
-        if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
-            number("offset", offset)
-            number("length", nbytes)
-        end = offset + nbytes
+        end = number("offset", offset) + number("length", nbytes)
         if end > self._size:
             reason = f"bytes {offset} to {end} are not in a file of {self._size}"
             raise FormatError(reason, rule="BlobBounds")
@@ -112,8 +108,8 @@ class _Ranges:
             self.notes.add(reason, manifest.place(tensor, offset))
         return offset, nbytes
 
-    def check_digest(self, tensor: str, offset: int, digest: str) -> None:
-        """Note a digest that is not verified."""
+    def note_digest(self, tensor: str, offset: int, digest: str) -> None:
+        """Note a digest of an unknown algorithm."""
         manifest.note_digest(self.notes, _ALGORITHMS, tensor, offset, digest)
 
 
@@ -143,14 +139,14 @@ def _tensor_0(ranges: _Ranges, name: str, entry: Mapping[Any, Any]) -> Tensor:
         encoding = None
     digest = entry.get("checksum")
     if digest is not None:
-        ranges.check_digest(name, offset, manifest.text("checksum", digest))
+        ranges.note_digest(name, offset, manifest.text("checksum", digest))
     attrs = manifest.attributes(
         {key: value for key, value in entry.items() if key not in _FIELDS_0 and type(key) is str}
     )
     blob = Part("uint8", None, offset, nbytes, encoding, digest=digest)
     problem = None
     if encoding not in {None, "zstd"}:
-        problem = manifest.unknown("encoding", encoding, name, offset)
+        problem = manifest.unknown_error("encoding", encoding, name, offset)
     if layout == "dense" and dtype is not None and problem is None:
         order = entry.get("data_endianness")
         if order is not None and manifest.text("data_endianness", order) not in {"little", "big"}:
@@ -161,16 +157,16 @@ def _tensor_0(ranges: _Ranges, name: str, entry: Mapping[Any, Any]) -> Tensor:
         manifest.check_dense(part, shape)
         return Tensor(name, dtype, shape, {"data": part}, attrs=attrs)
     if layout == "dense":
-        problem = problem or manifest.unknown("element type", spelled, name, offset)
-        parts = {"data": manifest.flat(blob)}
+        problem = problem or manifest.unknown_error("element type", spelled, name, offset)
+        parts = {"data": manifest.flattened(blob)}
         return Tensor(name, dtype or spelled, shape, parts, attrs=attrs, problem=problem)
     if layout == "sparsecsr" and dtype is not None and encoding is None:
         return Tensor(name, dtype, shape, _rows_0(dtype, shape, blob), "sparse_csr", attrs=attrs)
     # "sparsecoo" interleaves coordinates and values, so the blob is not an array.
     attrs[manifest.LAYOUT_KEY] = layout
-    parts = {"data": manifest.flat(blob)}
-    kind = dtype or "uint8"
-    return Tensor(name, kind, shape, parts, "structural", attrs=attrs, problem=problem)
+    parts = {"data": manifest.flattened(blob)}
+    dtype = dtype or "uint8"
+    return Tensor(name, dtype, shape, parts, "structural", attrs=attrs, problem=problem)
 
 
 def _rows_0(dtype: str, shape: manifest.Shape, blob: Part) -> dict[str, Part]:
@@ -197,7 +193,7 @@ def _rows_0(dtype: str, shape: manifest.Shape, blob: Part) -> dict[str, Part]:
 # --- reading 1.0, 1.1 and 1.2 ---------------------------------------------------------------------
 
 
-def _version(root: Mapping[Any, Any], known_minor: int) -> tuple[str, tuple[str, ...]]:
+def _version(root: Mapping[Any, Any], known_minor: int, notes: kit.Notes) -> str:
     version = manifest.text("version", root.get("version"))
     parsed = _VERSION.fullmatch(version)
     if parsed is None:
@@ -206,16 +202,16 @@ def _version(root: Mapping[Any, Any], known_minor: int) -> tuple[str, tuple[str,
         reason = f"version {version}: expected 1.x, as the magic says"
         raise FormatError(reason, rule="Version")
     if int(parsed[2]) > known_minor:
-        return version, (f"version {version} is newer than 1.{known_minor}, which is known",)
-    return version, ()
+        notes.add(f"newer than 1.{known_minor}, which is known", f"version {version}")
+    return version
 
 
 class _Components:
-    """Parses the tensors of one manifest; `plain` is True for version 1.0."""
+    """Parses the tensors of one manifest, of version 1.0 or of 1.1 and 1.2."""
 
-    def __init__(self, ranges: _Ranges, *, plain: bool) -> None:
+    def __init__(self, ranges: _Ranges, *, is_1_0: bool) -> None:
         self._ranges = ranges
-        self._plain = plain
+        self._is_1_0 = is_1_0
 
     def tensor(self, name: str, entry: Any) -> Tensor:
         """Read the entry of a tensor."""
@@ -224,7 +220,7 @@ class _Components:
         layout: Any = manifest.text("format", entry.get("format"))
         attrs = manifest.attributes(entry["attributes"]) if "attributes" in entry else {}
         if layout not in manifest.ROLES:
-            return self._structural(name, entry, shape, components, attrs)
+            return self._read_structural(name, entry, shape, components, attrs)
         roles = manifest.ROLES[layout]
         manifest.require_roles(layout, components, roles, exactly=False)
         main = components[roles[0]]
@@ -232,31 +228,33 @@ class _Components:
         try:
             dense_shape = shape if layout == "dense" else None
             parts = {
-                role: self._part(name, role, entry, components[role], dense_shape) for role in roles
+                role: self._part(name, entry, components[role], role, dense_shape) for role in roles
             }
-            kind = parts[roles[0]].dtype
+            dtype = parts[roles[0]].dtype
             if layout == "dense":
                 manifest.check_dense(parts["data"], shape)
         except UnsupportedError as error:
-            parts = {role: manifest.flat(self._bare_part(name, components[role])) for role in roles}
+            parts = {
+                role: manifest.flattened(self._bare_part(name, components[role])) for role in roles
+            }
             error.located(offset=parts[roles[0]].offset)
             # A traceback would keep the whole manifest alive.
             problem = error.with_traceback(None)
-            spelled, dtype = self._element(entry, main, roles[0])
-            kind = dtype or spelled
+            spelled, known_dtype = self._element_type(entry, main, roles[0])
+            dtype = known_dtype or spelled
         if layout != "dense" and problem is None:
             # Reference readers check this when they load the tensor; other tensors are readable.
             try:
-                parts = manifest.sparse(layout, shape, parts)
+                parts = manifest.sparse_parts(layout, shape, parts)
             except FormatError as error:
                 problem = error.with_traceback(None).located(tensor=name)
-                parts = {role: manifest.flat(part) for role, part in parts.items()}
-                kind = parts[roles[0]].dtype
-        if not self._plain and main.get("type") is not None:
+                parts = {role: manifest.flattened(part) for role, part in parts.items()}
+                dtype = parts[roles[0]].dtype
+        if not self._is_1_0 and main.get("type") is not None:
             attrs.setdefault("type", main["type"])
-        return Tensor(name, kind, shape, parts, layout, attrs=attrs, problem=problem)
+        return Tensor(name, dtype, shape, parts, layout, attrs=attrs, problem=problem)
 
-    def _structural(
+    def _read_structural(
         self,
         name: str,
         entry: dict[Any, Any],
@@ -267,25 +265,25 @@ class _Components:
         parts: dict[str, Part] = {}
         problem = None
         for role, component in components.items():
-            _, dtype = self._element(entry, component, manifest.text("role", role))
+            _, part_dtype = self._element_type(entry, component, manifest.text("role", role))
             # The one type that 1.0 states for a tensor does not apply to roles it does not define.
-            part = self._bare_part(name, component, None if self._plain else dtype)
-            parts[role] = manifest.flat(part)
+            part = self._bare_part(name, component, None if self._is_1_0 else part_dtype)
+            parts[role] = manifest.flattened(part)
             if problem is None and part.encoding not in {None, "zstd"}:
-                problem = manifest.unknown("encoding", str(part.encoding), name, part.offset)
-        dtype_name = (
-            manifest.LONG.get(manifest.text("dtype", entry.get("dtype"))) if self._plain else None
-        )
-        dtype_name = dtype_name or next((part.dtype for part in parts.values()), "uint8")
+                problem = manifest.unknown_error("encoding", str(part.encoding), name, part.offset)
+        dtype = next((part.dtype for part in parts.values()), "uint8")
+        if self._is_1_0:
+            dtype = manifest.LONG.get(manifest.text("dtype", entry.get("dtype")), dtype)
         attrs = {**attrs, manifest.LAYOUT_KEY: entry["format"]}
-        return Tensor(name, dtype_name, shape, parts, "structural", attrs=attrs, problem=problem)
+        return Tensor(name, dtype, shape, parts, "structural", attrs=attrs, problem=problem)
 
-    def _element(self, entry: dict[Any, Any], component: Any, role: str) -> tuple[str, str | None]:
+    def _element_type(
+        self, entry: dict[Any, Any], component: Any, role: str
+    ) -> tuple[str, str | None]:
         """Return a part's element type as spelled in the file, and its name here if known."""
-        if not self._plain:
-            return manifest.element(
-                mapping("component", component), manifest.SHORT_1, manifest.LOGICAL_1
-            )
+        if not self._is_1_0:
+            fields = mapping("component", component)
+            return manifest.element_type(fields, manifest.SHORT_1, manifest.LOGICAL_1)
         if role in _INDICES:
             return "uint64", "uint64"
         spelled = manifest.text("dtype", entry.get("dtype"))
@@ -294,17 +292,17 @@ class _Components:
     def _part(
         self,
         name: str,
-        role: str,
         entry: dict[Any, Any],
         component: Any,
+        role: str,
         shape: manifest.Shape | None,
     ) -> Part:
-        spelled, dtype = self._element(entry, component, role)
+        spelled, dtype = self._element_type(entry, component, role)
         if dtype is None:
-            raise manifest.unknown("element type", spelled, name)
+            raise manifest.unknown_error("element type", spelled, name)
         part = self._bare_part(name, component, dtype, shape)
         if part.encoding not in {None, "zstd"}:
-            raise manifest.unknown("encoding", str(part.encoding), name, part.offset)
+            raise manifest.unknown_error("encoding", str(part.encoding), name, part.offset)
         return part
 
     def _bare_part(
@@ -322,10 +320,10 @@ class _Components:
         encoding = decoded = None
         if (spelled := get("encoding")) is not None and manifest.text("encoding", spelled) != "raw":
             encoding = spelled
-            if not self._plain and (decoded := get("uncompressed_length")) is not None:
+            if not self._is_1_0 and (decoded := get("uncompressed_length")) is not None:
                 number("uncompressed_length", decoded)
         if (digest := get("digest")) is not None:
-            self._ranges.check_digest(name, offset, manifest.text("digest", digest))
+            self._ranges.note_digest(name, offset, manifest.text("digest", digest))
         return Part(dtype or "uint8", shape, offset, nbytes, encoding, decoded, digest)
 
 
@@ -362,26 +360,27 @@ def _planned(
         main = manifest.ROLES.get(tensor.layout, ("",))[0]
         dtype = parts[main].dtype if main in parts else tensor.dtype
         if dtype not in manifest.LONG:
-            raise _lacking(f"version 1.0 has no {shown(dtype)[1:-1]}", name, "Dtype")
+            raise _lacking(f"version 1.0 has no {escaped(dtype)}", name, "Dtype")
         head = {"dtype": dtype, "shape": list(tensor.shape)}
         attrs = dict(tensor.attrs)
         if tensor.layout in manifest.ROLES:
             head["format"] = tensor.layout
         elif tensor.layout == "structural":
-            head["format"] = _structural(tensor, parts, attrs.pop(manifest.LAYOUT_KEY, None))
+            head["format"] = _structural_layout(tensor, parts, attrs.pop(manifest.LAYOUT_KEY, None))
         else:
             raise _lacking(f"version 1.0 has no {tensor.layout} layout", name, "Layout")
         new_parts = manifest.new_parts(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
-        entries[name] = manifest.NewEntry(head, new_parts, manifest.storable(attrs, _LEVELS, name))
-    return manifest.planned(
+        attrs = manifest.as_storable(attrs, _LEVELS, name)
+        entries[name] = manifest.NewEntry(head, new_parts, attrs)
+    return manifest.plan_parts(
         literals, entries, start, _ALIGNMENT, partial(_finish, root, entries, start)
     )
 
 
-def _structural(tensor: WantedTensor, parts: Mapping[str, Part], layout: Any) -> str:
+def _structural_layout(tensor: WantedTensor, parts: Mapping[str, Part], layout: Any) -> str:
     """Return the layout of a tensor shown as its parts; version 1.0 cannot state their types."""
     if type(layout) is not str or layout in manifest.ROLES:
-        raise manifest.unnamed_layout(tensor, manifest.ROLES)
+        raise manifest.unnamed_layout_error(tensor, manifest.ROLES)
     for role, part in parts.items():
         if part.dtype != "uint8":
             reason = f"version 1.0 has no type of its own for the part {shown(role)}, {part.dtype}"
@@ -414,9 +413,9 @@ def _finish(
                 components[role]["encoding"] = part.compression
             if place.digest is not None:
                 algorithm, _, value = place.digest.partition(":")
-                # As the specification spells it.
-                checksum = f"crc32c:0x{value.removeprefix('0x').upper()}"
-                components[role]["digest"] = checksum if algorithm == "crc32c" else place.digest
+                if algorithm == "crc32c":  # as the specification spells it
+                    value = f"0x{value.removeprefix('0x').upper()}"
+                components[role]["digest"] = f"{algorithm}:{value}"
         tensors[name] = {**entry.head, "components": components}
         if entry.attrs:
             tensors[name]["attributes"] = entry.attrs

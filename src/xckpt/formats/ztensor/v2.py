@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
@@ -49,7 +49,7 @@ _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _ROLES = frozenset({"data", "values", "indices", "indptr", "coords", "scales", "zeros"})
 _GGUF = re.compile(r"gguf\.[^/]+/1")
 
-# Layouts that are arrays even where their values cannot be decoded, and their names here.
+# The names of the array layouts in zTensor, and the layouts here.
 _ARRAYS: dict[str, Layout] = {
     "dense": "dense",
     "zt.sparse_csr/1": "sparse_csr",
@@ -60,20 +60,28 @@ _SEEKABLE, _SPELLED_SEEKABLE = "zstd-seekable", "zt.zstd-seekable/1"
 # Stored encodings and digests by requested compression and digest.
 _ENCODINGS = {None: None, "zstd": _SEEKABLE, _SEEKABLE: _SEEKABLE}
 _DIGESTS = {None: "xxh3", "xxh3": "xxh3", "sha256": "sha256", "crc32c": "xxh3"}
-# The dtype and the type of a part.
+# How a file spells an element type: the dtype of the part, and its type or None.
 _SPELLED: dict[str, tuple[str, str | None]] = {
     **{dtype: (carrier, spelled) for spelled, (dtype, carrier) in manifest.LOGICAL.items()},
     **{dtype: (spelled, None) for spelled, dtype in manifest.SHORT.items()},
 }
-# Of 33 levels, a value in the root's attributes is the third, a tensor's attributes are the fourth.
+# Of 33 levels, two are above the value of an attribute of the file, and three in a tensor.
 _ROOT_LEVELS, _LEVELS = 31, 30
 
 
 # --- the container --------------------------------------------------------------------------------
 
 
-def _read_manifest(source: Readable) -> tuple[int, int, dict[Any, Any]] | None:
-    """Return the start, the end and the value of the manifest; None in a data shard."""
+class _Manifest(NamedTuple):
+    """The decoded manifest, and its byte range."""
+
+    root: dict[Any, Any]
+    start: int
+    end: int
+
+
+def _read_manifest(source: Readable) -> _Manifest | None:
+    """Return the manifest; None in a data shard."""
     import xxhash
 
     footer = _footer(source)
@@ -86,7 +94,8 @@ def _read_manifest(source: Readable) -> tuple[int, int, dict[Any, Any]] | None:
         if computed != digest:
             reason = f"the manifest's hash is {computed:016x}, the footer says {digest:016x}"
             raise FormatError(reason, rule="ManifestHash")
-        return start, start + length, mapping("manifest", manifest.decode_deterministic(data))
+        root = mapping("manifest", manifest.decode_deterministic(data))
+    return _Manifest(root, start, start + length)
 
 
 def _footer(source: Readable) -> tuple[int, int, int] | None:
@@ -129,17 +138,16 @@ def read(source: Readable) -> Index:
     parsed = _read_manifest(source)
     if parsed is None:
         return Index("ztensor", "2", {}, source=source.name, nbytes=source.size)
-    start, end, root = parsed
+    root, start, end = parsed
     with kit.locating(offset=start):
         entries = mapping("objects", root.get("objects"))
         attrs = _attributes(root)
         shards = _shards(root, source.name)
-        reading = _Objects(source.size, (start, end), shards)
-        tensors = kit.read_each(manifest.drained(entries, _check_name), reading.tensor)
-        reading.check_overlaps()
-    name, size = source.name, source.size
-    texts = reading.notes.warnings()
-    return kit.with_arrangement(Index("ztensor", "2", tensors, attrs, name, size, shards, texts))
+        objects = _Objects(source.size, (start, end), shards)
+        tensors = kit.read_each(manifest.pop_entries(entries, _check_name), objects.tensor)
+        objects.check_overlaps()
+    index = Index("ztensor", "2", tensors, attrs, source.name, source.size, shards)
+    return kit.with_arrangement(replace(index, warnings=objects.notes.warnings()))
 
 
 def _shards(root: Mapping[Any, Any], source_name: str) -> dict[str, Shard]:
@@ -168,8 +176,7 @@ def _check_shard_name(name: Any) -> None:
 
 
 def _is_name(name: str) -> bool:
-    is_short = len(name) <= 255 or len(name.encode()) <= _LONGEST_NAME
-    return bool(name) and "\0" not in name and is_short
+    return bool(name) and "\0" not in name and len(name.encode()) <= _LONGEST_NAME
 
 
 def _check_name(field: str, value: Any) -> None:
@@ -221,8 +228,8 @@ class _Objects:
         """Read the entry of a tensor."""
         shape = kit.as_shape(mapping("object", entry).get("shape"), manifest.MOST_ELEMENTS)
         layout = manifest.text("layout", entry.get("layout"))
-        fields = mapping("parts", entry.get("parts"))
-        if not fields:
+        stored_parts = mapping("parts", entry.get("parts"))
+        if not stored_parts:
             raise FormatError("an object without parts", rule="Schema")
         attrs = _attributes(entry)
         problem: UnsupportedError | None = None
@@ -230,8 +237,8 @@ class _Objects:
             try:
                 dense_shape = shape if layout == "dense" else None
                 parts = {
-                    role: self._part(name, role, part_fields, shape=dense_shape)
-                    for role, part_fields in fields.items()
+                    role: self._part(name, role, fields, shape=dense_shape)
+                    for role, fields in stored_parts.items()
                 }
                 if layout == "dense":
                     manifest.require_roles(layout, parts, manifest.ROLES[layout])
@@ -244,25 +251,21 @@ class _Objects:
                 # A traceback would keep the whole manifest alive.
                 problem = error.with_traceback(None)
         parts = {
-            role: manifest.flat(self._part(name, role, part_fields, understood=False))
-            for role, part_fields in fields.items()
+            role: manifest.flattened(self._part(name, role, fields, understood=False))
+            for role, fields in stored_parts.items()
         }
         tensor = Tensor(name, "", shape, parts, attrs=attrs, strict=True)
-        kind = _ARRAYS.get(layout, "structural")
-        main = manifest.ROLES[kind][0] if kind in manifest.ROLES else None
+        main = manifest.ROLES[_ARRAYS[layout]][0] if layout in _ARRAYS else None
         if problem is not None and main in parts:
             # An array that cannot be decoded; other layouts are shown as their parts anyway.
             problem.located(offset=parts[main].offset)
-            spelled, dtype_name = _element(fields[main])
-            return replace(tensor, dtype=dtype_name or spelled, layout=kind, problem=problem)
-        encodings = {
-            role: part_fields.get("encoding", _SPELLED_SEEKABLE)
-            for role, part_fields in fields.items()
-        }
+            spelled, known_dtype = _element_type(stored_parts[main])
+            dtype = known_dtype or spelled
+            return replace(tensor, dtype=dtype, layout=_ARRAYS[layout], problem=problem)
         problems = (
-            manifest.unknown("encoding", encoding, name, parts[role].offset)
-            for role, encoding in encodings.items()
-            if encoding != _SPELLED_SEEKABLE
+            manifest.unknown_error("encoding", fields["encoding"], name, parts[role].offset)
+            for role, fields in stored_parts.items()
+            if fields.get("encoding") not in {None, _SPELLED_SEEKABLE}
         )
         return replace(_as_parts(tensor, layout), problem=next(problems, None))
 
@@ -278,7 +281,7 @@ class _Objects:
         """Read a part; raise for an unknown element type or encoding if `understood`."""
         if role not in _ROLES:
             _check_name("name of a part", role)
-        spelled, dtype = _element(fields)
+        spelled, dtype = _element_type(fields)
         blob = fields.get("blob")
         if type(blob) is not list or len(blob) != 2:
             raise mistyped("blob", blob, "an offset and a length")
@@ -288,41 +291,42 @@ class _Objects:
         digest = _checked_digest(fields["digest"]) if "digest" in fields else None
         encoding, decoded = _encoding(fields)
         shard = fields.get("shard")
-        if shard is not None or "shard" in fields:
+        if "shard" in fields:
             _check_shard_name(shard)
-        self._check_range(shard, offset, nbytes)
+        self._claim_range(shard, offset, nbytes)
         if understood and dtype is None:
-            raise manifest.unknown("element type", spelled, name)
+            raise manifest.unknown_error("element type", spelled, name)
         if encoding == _SPELLED_SEEKABLE:
             encoding = _SEEKABLE
         elif understood and encoding is not None:
-            raise manifest.unknown("encoding", encoding, name, offset)
+            raise manifest.unknown_error("encoding", encoding, name, offset)
         if digest is not None:
             manifest.note_digest(self.notes, _ALGORITHMS, name, offset, digest)
-        stored = (offset, nbytes, encoding, decoded, digest)
-        return Part(dtype or "uint8", shape, *stored, digest_of="decoded", shard=shard)
+        dtype = dtype or "uint8"
+        return Part(dtype, shape, offset, nbytes, encoding, decoded, digest, "decoded", shard=shard)
 
-    def _check_range(self, file: str | None, offset: int, nbytes: int) -> None:
+    def _claim_range(self, shard: str | None, offset: int, nbytes: int) -> None:
+        """Check the range of a blob, and keep it for `check_overlaps`."""
         if offset % ALIGNMENT or offset == 0:
             reason = f"a blob at {offset}: expected a positive multiple of {ALIGNMENT}"
             raise FormatError(reason, rule="BlobAlignment")
-        data_end = self._ends.get(file)
+        data_end = self._ends.get(shard)
         if data_end is None:
-            raise FormatError(f"the shard {file!r} is not in the table", rule="ShardRef")
+            raise FormatError(f"the shard {shard!r} is not in the table", rule="ShardRef")
         end = offset + nbytes
         if end > data_end:
-            place = "the file" if file is None else f"the shard {file!r}"
+            place = "the file" if shard is None else f"the shard {shard!r}"
             reason = f"bytes {offset} to {end}: the data of {place} end at byte {data_end}"
             raise FormatError(reason, rule="BlobBounds")
         if nbytes:
-            self._ranges[file].append((offset, end))
+            self._ranges[shard].append((offset, end))
 
 
-def _element(fields: Any) -> tuple[str, str | None]:
+def _element_type(fields: Any) -> tuple[str, str | None]:
     """Return a part's element type as spelled in the file, and its name here if known."""
     if type(fields) is not dict:
         raise mistyped("part", fields, "a map")
-    names = manifest.element(fields, manifest.SHORT, manifest.LOGICAL)
+    names = manifest.element_type(fields, manifest.SHORT, manifest.LOGICAL)
     if fields["dtype"] not in manifest.SHORT:
         raise FormatError(f"the dtype {shown(fields['dtype'])} does not exist", rule="Schema")
     if "type" in fields:
@@ -335,9 +339,8 @@ def _encoding(fields: dict[Any, Any]) -> tuple[str | None, int | None]:
         return None, None
     if "encoding" not in fields or "decoded_length" not in fields:
         raise FormatError("'encoding' and 'decoded_length' come together", rule="Schema")
-    return manifest.text("encoding", fields["encoding"]), number(
-        "decoded_length", fields["decoded_length"]
-    )
+    encoding = manifest.text("encoding", fields["encoding"])
+    return encoding, number("decoded_length", fields["decoded_length"])
 
 
 def _is_known(layout: str) -> bool:
@@ -348,28 +351,28 @@ def _assembled(tensor: Tensor, layout: str) -> Tensor:
     """Interpret the parts of a tensor as its layout, which is known, prescribes."""
     parts, shape = dict(tensor.parts), tensor.shape
     if layout in _ARRAYS:
-        kind = _ARRAYS[layout]
-        manifest.require_roles(layout, parts, manifest.ROLES[kind])
-        indices = [parts[role] for role in manifest.ROLES[kind][1:]]
+        array_layout = _ARRAYS[layout]
+        manifest.require_roles(layout, parts, manifest.ROLES[array_layout])
+        indices = [parts[role] for role in manifest.ROLES[array_layout][1:]]
         types = {part.dtype for part in indices}
         if len(types) > 1 or not types <= {"uint32", "uint64"}:
             reason = f"indices of type {' and '.join(sorted(types))}: expected u32 or u64"
             raise FormatError(reason, offset=indices[0].offset, rule="LayoutRule")
-        fitting = manifest.sparse(kind, shape, parts)
-        return replace(tensor, dtype=parts["values"].dtype, parts=fitting, layout=kind)
+        dtype, parts = parts["values"].dtype, manifest.sparse_parts(array_layout, shape, parts)
+        return replace(tensor, dtype=dtype, parts=parts, layout=array_layout)
     if layout not in READERS:
         check_gguf(shape, parts, tensor.attrs)
-    elif (pinned := READERS[layout](shape, parts, tensor.attrs)) is not None:
-        fitting, quantization = pinned
+    elif (quantized := READERS[layout](shape, parts, tensor.attrs)) is not None:
+        parts, quantization = quantized
         return replace(
-            tensor, dtype="float32", parts=fitting, layout="quantized", quantization=quantization
+            tensor, dtype="float32", parts=parts, layout="quantized", quantization=quantization
         )
     return _as_parts(tensor, layout)
 
 
 def _as_parts(tensor: Tensor, layout: str) -> Tensor:
     """Return a tensor that is shown as its parts."""
-    parts = {role: manifest.flat(part) for role, part in tensor.parts.items()}
+    parts = {role: manifest.flattened(part) for role, part in tensor.parts.items()}
     dtype = next(iter(parts.values())).dtype
     attrs = {**tensor.attrs, manifest.LAYOUT_KEY: layout}
     return replace(tensor, dtype=dtype, parts=parts, layout="structural", attrs=attrs)
@@ -390,7 +393,7 @@ def append(source: Readable, draft: Draft, old: Index, alignment: int | None) ->
     old_manifest = _read_manifest(source)
     if old_manifest is None:
         raise UnsupportedError("a data shard, which has no manifest", path=source.name)
-    root = dict(old_manifest[2])
+    root = dict(old_manifest.root)
     attrs = manifest.kept_attributes(root) | _root_attributes(draft, old)
     root.pop("attributes", None)
     if attrs:
@@ -399,11 +402,11 @@ def append(source: Readable, draft: Draft, old: Index, alignment: int | None) ->
 
 
 def _root_attributes(draft: Draft, old: Index | None = None) -> dict[str, Any]:
-    def encoded(key: str) -> tuple[int, bytes]:
+    def canonical_key(key: str) -> tuple[int, bytes]:
         data = key.encode(errors="surrogatepass")
         return len(data), data
 
-    attrs = manifest.root_attributes(draft, _ROOT_LEVELS, encoded, old)
+    attrs = manifest.root_attributes(draft, _ROOT_LEVELS, canonical_key, old)
     for key in attrs:
         _storable_name("the attribute", key)
     return attrs
@@ -422,7 +425,7 @@ def _planned(
         raise ValueError(f"alignment={alignment!r}: expected a power of two from 4096")
     entries = {name: _entry(draft.tensors[name]) for name in sorted(draft.tensors)}
     finish = partial(_finish, root, entries, start, alignment)
-    return manifest.planned(literals, entries, start, alignment, finish)
+    return manifest.plan_parts(literals, entries, start, alignment, finish)
 
 
 def _storable_name(what: str, name: str, tensor: str | None = None) -> str:
@@ -451,7 +454,7 @@ def _entry(tensor: WantedTensor) -> manifest.NewEntry:
     ordered = {role: parts[role] for role in sorted(parts)}
     new_parts = manifest.new_parts(tensor, ordered, _ENCODINGS, _DIGESTS, "decoded")
     head = {"layout": layout, "shape": list(tensor.shape)}
-    return manifest.NewEntry(head, new_parts, manifest.storable(attrs, _LEVELS, name))
+    return manifest.NewEntry(head, new_parts, manifest.as_storable(attrs, _LEVELS, name))
 
 
 def _structural(
@@ -459,7 +462,7 @@ def _structural(
 ) -> str:
     """Return the layout of a tensor shown as its parts, after checking the parts against it."""
     if type(layout) is not str or layout in _ARRAYS or not parts:
-        raise manifest.unnamed_layout(tensor, _ARRAYS)
+        raise manifest.unnamed_layout_error(tensor, _ARRAYS)
     for role in parts:
         _storable_name("the part", role, tensor.name)
     if _is_known(layout):
