@@ -68,7 +68,7 @@ def _hint(location: Location, error: Exception) -> str | None:
 
 
 def _open_call(path: str | Path) -> str:
-    return f"xckpt.open({shown(_spelled(path))}) opens"
+    return f"xckpt.open({shown(_spelled(path))})"
 
 
 def _spelled(path: Any) -> str:
@@ -99,7 +99,7 @@ def _in_folder(location: Location, error: IsADirectoryError) -> str | None:
         with suppress(PermissionError):
             inner = listing.folders[name].listing()
             if inner is not None and has_checkpoint(inner):
-                return f"{_open_call(inner.name)} a folder in it"
+                return f"{_open_call(inner.name)} opens a folder in it"
     return None
 
 
@@ -116,21 +116,21 @@ def _instead_of(path: Path) -> str | None:
         foreign = formats.foreign_folder(path.name, same_stem)
         if foreign is not None:
             return f"the files with this prefix are {foreign.kind}: {foreign.advice}"
-        for name in [*get_close_matches(path.name, names, n=1, cutoff=0.8), *same_stem]:
-            return f"did you mean {shown(name)}?"
+        similar = [*get_close_matches(path.name, names, n=1, cutoff=0.8), *same_stem]
+        if similar:
+            return f"did you mean {shown(similar[0])}?"
     organisation, _, name = _spelled(path).partition("/")
     if name and "/" not in name and not os.path.lexists(organisation):
         model = f"hf://{organisation}/{name}"
-        return f"is the model on the Hugging Face Hub meant? {_open_call(model)} it"
+        return f"is the model on the Hugging Face Hub meant? {_open_call(model)} opens it"
     return _moved(_spelled(path))
 
 
 def _moved(place: str) -> str | None:
     """Return a hint at a repository of the Hub that has moved to an organisation."""
-    name, _, rest = place.partition("/")
-    bare, at, revision = name.partition("@")
+    name = re.split("[@/]", place, maxsplit=1)[0]  # a revision or a path may follow
     for pattern, organisation in _MOVED.items():
-        if re.fullmatch(pattern, bare):
-            url = f"hf://{organisation}/{bare}{at}{revision}{'/' if rest else ''}{rest}"
-            return f"{_open_call(url)} this model on the Hugging Face Hub"
+        if re.fullmatch(pattern, name):
+            url = f"hf://{organisation}/{place}"
+            return f"{_open_call(url)} opens this model on the Hugging Face Hub"
     return None

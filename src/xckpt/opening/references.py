@@ -29,7 +29,7 @@ from xckpt.structure import structure_of
 from xckpt.structure.dims import dims_of, with_stated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
 
@@ -150,9 +150,7 @@ def stored_arrays(
 ) -> Iterator[StoredArray]:
     """Yield the tensors that readers of zarr can open, and warn about the others."""
     files = sources_of(source, index.shards)
-    names = AxisNamer(dims, set(index.tensors))
-    suggested = with_stated(index, {} if names.by_size else dims_of(index))
-    names.survey(index.tensors, suggested)
+    axes_of = _axis_names(index, dims)
     target = target_nbytes()
     left_out: dict[str, list[str]] = {}
     selected = select(index.tensors, tensors)
@@ -165,20 +163,33 @@ def stored_arrays(
             left_out.setdefault(reason, []).append(name)
             continue
         try:
-            file = files[tensor.parts["data"].shard]
             # The name of a shard next to its file may be unknown until it is opened.
-            url = real(file.file.name)
+            url = real(files[tensor.parts["data"].shard].file.name)
         except MissingShardError:
             left_out.setdefault("as their shard is missing", []).append(name)
             continue
-        axes = names.name_axes(name, tensor.shape, suggested.get(name), (), name)
-        yield StoredArray(tensor, axes, url, _chunk_shape(tensor, target))
+        yield StoredArray(tensor, axes_of(tensor), url, _chunk_shape(tensor, target))
     for reason, omitted in left_out.items():
         names_text = ", ".join(map(shown, omitted[:_MOST_NAMES]))
         more = len(omitted) - _MOST_NAMES
         text = f"{source.name}: left out, {reason}: {names_text}"
         text += f" and {more} more" if more > 0 else ""
         warn(text)
+
+
+def _axis_names(
+    index: Index, dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None
+) -> Callable[[Tensor], tuple[str, ...]]:
+    """Return a function that names the axes of a tensor in the context of all others."""
+    namer = AxisNamer(dims, set(index.tensors))
+    suggested = with_stated(index, {} if namer.by_size else dims_of(index))
+    namer.survey(index.tensors, suggested)
+
+    def axes_of(tensor: Tensor) -> tuple[str, ...]:
+        name = tensor.name
+        return namer.name_axes(name, tensor.shape, suggested.get(name), (), name)
+
+    return axes_of
 
 
 def _obstacle(tensor: Tensor) -> str | None:
@@ -191,22 +202,20 @@ def _obstacle(tensor: Tensor) -> str | None:
     dtype = stored_dtype(part.dtype)
     # Types of ml_dtypes may have the kind of a numpy type.
     is_known = dtype.kind in _KINDS and dtype.type.__module__ == "numpy"
-    if ELEMENT_TYPES[part.dtype].bits < 8 or not is_known:
-        return f"as zarr has no type for {part.dtype}"
-    if ELEMENT_TYPES[part.dtype].decoded == "bool" and dtype.kind != "b":
+    is_stored_bool = ELEMENT_TYPES[part.dtype].decoded == "bool" and dtype.kind != "b"
+    if ELEMENT_TYPES[part.dtype].bits < 8 or not is_known or is_stored_bool:
         return f"as zarr has no type for {part.dtype}"
     if part.strides is not None or part.inverted is not None:
         return "as their elements lie apart, or are changed"
     if part.encoding is not None:
         return f"as they are compressed ({part.encoding})"
     components = tensor.name.split("/")
-    if any(name in {"", ".", ".."} or name.startswith((".z", "__")) for name in components):
-        return "as no zarr array can have their names"
-    # fsspec treats a backslash as a slash.
+    # Zarr 3 reserves names that begin with "__"; fsspec treats a backslash as a slash.
     if (
-        not tensor.name.isprintable()
+        any(name in {"", ".", ".."} or name.startswith((".z", "__")) for name in components)
+        or components[-1] == "zarr.json"
         or "\\" in tensor.name
-        or tensor.name.rsplit("/", 1)[-1] == "zarr.json"
+        or not tensor.name.isprintable()
     ):
         return "as no zarr array can have their names"
     return None
@@ -258,7 +267,7 @@ def _chunk_shape(tensor: Tensor, target: int) -> tuple[int, ...]:
 
 
 def plain_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the attributes that JSON has."""
+    """Keep the attributes that JSON can represent."""
     plain = {}
     for key, value in attrs.items():
         try:
