@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += ["--target", str(target), str(EXAMPLE)]
     subprocess.run(command, check=True)  # noqa: S603
     return target
+
+
+def test_documented_helpers_exist() -> None:
+    text = (EXAMPLE.parents[1] / "adding-a-format.md").read_text("utf-8")
+    for module, name in re.findall(r"`(kit|chunks|archive|plan)\.(\w+)`", text):
+        assert hasattr(import_module(f"xckpt.formats.{module}"), name), name
 
 
 def test_the_example_is_short() -> None:

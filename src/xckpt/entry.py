@@ -15,14 +15,14 @@ from xckpt.options import OpenKeywords, ScanOptions, SelectOptions, takes
 if TYPE_CHECKING:
     import xarray as xr
 
-    from xckpt.formats import ReadOptions
+    from xckpt.formats import FormatReadOptions
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.opening import OpenPath
     from xckpt.scan.entries import Describable
     from xckpt.typing import Dataset
 
-    class _Keywords(OpenKeywords, ReadOptions, total=False):
+    class _Keywords(OpenKeywords, FormatReadOptions, total=False):
         """Keywords of `open` for all formats, for single formats, and for xarray."""
 
         chunks: Any

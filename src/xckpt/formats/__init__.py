@@ -37,15 +37,17 @@ __all__ = [
     "Can",
     "Format",
     "FormatOptions",
+    "FormatReadOptions",
     "Readable",
     "advise",
+    "cut_piece",
     "detect",
     "folder_marks",
     "foreign_folder",
     "get",
+    "is_foreign",
     "loaded",
     "names",
-    "raw_part",
     "recognized",
     "states_its_files",
     "suffixes",
@@ -89,7 +91,7 @@ class Can:
     ----------
     types : tuple of str
         Element types, best first; all of `Format.types` by default. `Format.plan` may refuse a
-        type for certain options. A format without types is read-only.
+        type for certain options. A format that sets no `can` is read-only.
     scalar_types : tuple of str
         Element types of tensors without axes; all of `types` by default.
     layouts : tuple of str
@@ -373,7 +375,7 @@ class FormatOptions(TypedDict, total=False):
     version: str  # ztensor
 
 
-class ReadOptions(TypedDict, total=False):
+class FormatReadOptions(TypedDict, total=False):
     """Options for reading single formats, documented with their formats."""
 
     all_tensors: bool  # torch
@@ -494,7 +496,7 @@ def loaded() -> Iterator[Format]:
 def recognized(source: Readable) -> Format | None:
     """Return the format of a file by its content, or None if the format is unknown."""
     head, file_name = _head(source), source.name.partition("?")[0].lower()
-    # Formats with this suffix come first, so that the others are usually not imported.
+    # Formats with this suffix are first, then plug-ins: the others are usually not imported.
     likely = [name for name in _CLASSES if file_name.endswith(suffixes(name))]
     others = [name for name in _CLASSES if name not in likely]
     for format in map(get, likely):
@@ -539,8 +541,8 @@ def advise(error: FormatError, format: str, source: Readable) -> None:
         error.hint = foreign.advice
 
 
-def raw_part(format: Format, source: Readable) -> Foreign | None:
-    """Return what a file is by its name, if that is a part of a file that was cut into several."""
+def cut_piece(format: Format, source: Readable) -> Foreign | None:
+    """Return the kind of a file whose name states that it is a piece of a larger one, or None."""
     if source.name.partition("?")[0].lower().endswith(format.suffixes):
         return None
     from xckpt.formats import foreign  # only for unusual names

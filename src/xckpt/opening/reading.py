@@ -52,7 +52,7 @@ def read_file(
     """Read the header of one file, or of the folder that it marks."""
     with locating(path=source.name), source.reading_header() as header:
         reader = formats.detect(header) if format is None else formats.get(format)
-        part = formats.raw_part(reader, header)
+        part = formats.cut_piece(reader, header)
         try:
             read = reader.read_folder if is_marked else reader.read
             index = read(header, **format_options)
