@@ -29,7 +29,7 @@ from xckpt.structure import structure_of
 from xckpt.structure.dims import dims_of, with_stated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
 
@@ -150,7 +150,9 @@ def stored_arrays(
 ) -> Iterator[StoredArray]:
     """Yield the tensors that readers of zarr can open, and warn about the others."""
     files = sources_of(source, index.shards)
-    axes_of = _axis_names(index, dims)
+    namer = AxisNamer(dims, set(index.tensors))
+    suggested = with_stated(index, {} if namer.by_size else dims_of(index))
+    namer.survey(index.tensors, suggested)  # names depend on all tensors
     target = target_nbytes()
     left_out: dict[str, list[str]] = {}
     selected = select(index.tensors, tensors)
@@ -168,28 +170,14 @@ def stored_arrays(
         except MissingShardError:
             left_out.setdefault("as their shard is missing", []).append(name)
             continue
-        yield StoredArray(tensor, axes_of(tensor), url, _chunk_shape(tensor, target))
+        axes = namer.name_axes(name, tensor.shape, suggested.get(name), (), name)
+        yield StoredArray(tensor, axes, url, _chunk_shape(tensor, target))
     for reason, omitted in left_out.items():
         names_text = ", ".join(map(shown, omitted[:_MOST_NAMES]))
         more = len(omitted) - _MOST_NAMES
         text = f"{source.name}: left out, {reason}: {names_text}"
         text += f" and {more} more" if more > 0 else ""
         warn(text)
-
-
-def _axis_names(
-    index: Index, dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None
-) -> Callable[[Tensor], tuple[str, ...]]:
-    """Return a function that names the axes of a tensor in the context of all others."""
-    namer = AxisNamer(dims, set(index.tensors))
-    suggested = with_stated(index, {} if namer.by_size else dims_of(index))
-    namer.survey(index.tensors, suggested)
-
-    def axes_of(tensor: Tensor) -> tuple[str, ...]:
-        name = tensor.name
-        return namer.name_axes(name, tensor.shape, suggested.get(name), (), name)
-
-    return axes_of
 
 
 def _obstacle(tensor: Tensor) -> str | None:

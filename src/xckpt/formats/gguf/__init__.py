@@ -242,7 +242,7 @@ class _HeadReader:
         self.size, self.notes = source.size, kit.Notes()
         self.attr_types: dict[str, str] = {}
         self._alignment = _DEFAULT_ALIGNMENT
-        self.split_at = 0  # offset of the number of files
+        self.split_offset = 0  # offset of the number of files
         self._nested = 0  # number of entries in nested lists
         self._escaped: dict[tuple[str, bytes], str] = {}  # names that are not UTF-8
         self.cursor = cursor = kit.Cursor(source)
@@ -288,19 +288,21 @@ class _HeadReader:
         """Read all entries."""
         attrs: dict[str, Any] = {}
         for _ in range(self.entry_count):
-            at = self.cursor.at
+            entry_offset = self.cursor.at
             text = self._text("a key")
             key = self._named(text, "key", attrs) if type(text) is bytes else str(text)
             if key in attrs:
-                raise FormatError(f"the key {shown(key)} twice", offset=at, rule="DuplicateKey")
+                raise FormatError(
+                    f"the key {shown(key)} twice", offset=entry_offset, rule="DuplicateKey"
+                )
             if type(text) is str and _KEY.fullmatch(key) is None:
                 self.notes.add("a key must be of lower-case letters, digits, _ and .", shown(key))
             kind = self.cursor.number(self._u32, "the type of a value")
             if key == "split.count":
-                self.split_at = at
+                self.split_offset = entry_offset
             if key == _ALIGNMENT_KEY and kind != 4:
                 reason = f"{_ALIGNMENT_KEY} is of type {kind}, not u32"
-                raise FormatError(reason, offset=at, rule="Alignment")
+                raise FormatError(reason, offset=entry_offset, rule="Alignment")
             try:
                 attrs[key] = self._value(kind, key)
             except FormatError as error:
@@ -310,7 +312,7 @@ class _HeadReader:
                 self._add_code(key, attrs[key])
             if key == _ALIGNMENT_KEY and not _is_power(attrs[key]):
                 reason = f"{_ALIGNMENT_KEY} is {attrs[key]}, not a power of two"
-                raise FormatError(reason, offset=at, rule="Alignment")
+                raise FormatError(reason, offset=entry_offset, rule="Alignment")
         self._alignment = attrs.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
         if self._alignment < _LEAST_ALIGNMENT:
             reason = f"it must be a multiple of {_LEAST_ALIGNMENT}"
@@ -442,7 +444,7 @@ class _HeadReader:
         infos: list[_Info] = []
         names: dict[str, None] = {}
         for _ in range(self.tensor_count):
-            at = cursor.at
+            entry_offset = cursor.at
             data = cursor.take(cursor.number(self._length, "a name"), "the name of a tensor")
             try:
                 name = data.decode()
@@ -450,19 +452,19 @@ class _HeadReader:
                 name = self._named(data, "name", names)
             if name in names:
                 reason = "two tensors have this name"
-                raise FormatError(reason, offset=at, tensor=name, rule="DuplicateTensor")
+                raise FormatError(reason, offset=entry_offset, tensor=name, rule="DuplicateTensor")
             names[name] = None
             rank = cursor.number(self._u32, "the number of axes")
             if rank > kit.MOST_AXES:
                 reason = f"{rank} axes are more than {kit.MOST_AXES}"
-                raise FormatError(reason, offset=at, tensor=name, rule="Shape")
+                raise FormatError(reason, offset=entry_offset, tensor=name, rule="Shape")
             *extents, kind, offset = cursor.fields(fields[rank], "an entry in the list of tensors")
             if rank > _MOST_WRITTEN_AXES:
                 self.notes.add(f"more than {_MOST_WRITTEN_AXES} axes", f"tensor {shown(name)}")
             if len(data) >= _NAME_LIMIT or "\0" in name:
                 reason = f"its name has {_NAME_LIMIT} bytes or more, or a NUL"
                 self.notes.add(reason, f"tensor {shown(name)}")
-            infos.append(_Info(name, tuple(extents[::-1]), kind, offset, at))
+            infos.append(_Info(name, tuple(extents[::-1]), kind, offset, entry_offset))
         return infos
 
     def _tensor(self, info: _Info, start: int) -> Tensor:
@@ -575,6 +577,6 @@ def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileS
         reason = f"the file is {number + 1} of {count}, but its name is {named_number} of "
         reason += f"{named_count}"
         hint = f"It may have been renamed: it should end with '-{number + 1:05}-of-{count:05}.gguf'"
-        raise FormatError(reason, offset=reader.split_at, rule="Split", hint=hint)
+        raise FormatError(reason, offset=reader.split_offset, rule="Split", hint=hint)
     names = tuple([f"{stem}-{position + 1:05}{ending}" for position in range(count)])
-    return FileSet(names, number, reader.split_at, total)
+    return FileSet(names, number, reader.split_offset, total)
