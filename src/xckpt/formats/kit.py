@@ -253,8 +253,7 @@ def decode_json(
             json.dumps(value, ensure_ascii=False).encode()
     # UnicodeDecodeError and JSONDecodeError are ValueErrors.
     except (ValueError, RecursionError) as error:
-        reason = escaped(str(error))
-        reason = f"{label} is not valid JSON: {reason}"
+        reason = f"{label} is not valid JSON: {escaped(str(error))}"
         raise FormatError(reason, offset=offset, rule=rule) from error
     if deepest is not None and is_deeper(value, deepest):
         reason = f"{label} is nested deeper than {deepest} levels"

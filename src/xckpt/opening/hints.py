@@ -88,10 +88,8 @@ def _in_folder(location: Location, error: IsADirectoryError) -> str | None:
     run = run_in(listing)
     if run is not None:
         folder = _spelled(location.text)
-        steps = " or ".join(
-            [f"xckpt.open_steps({shown(f'{folder}/{glob}')})" for glob in run.others]
-            or [f"xckpt.open_steps({shown(folder)})"]
-        )
+        paths = [f"{folder}/{glob}" for glob in run.others] or [folder]
+        steps = " or ".join([f"xckpt.open_steps({shown(path)})" for path in paths])
         return f"{steps} opens them as one Dataset with a dimension step"
     if isinstance(error, SeveralFilesError):
         return None  # the error lists them
