@@ -662,6 +662,20 @@ class TestRules:
         assert index.attrs["k7"] is True
 
 
+def test_half_precision_of_vectors_is_a_warning(tmp_path: Path) -> None:
+    values = {"blk.0.ffn_up.weight": np.ones((4, 32)), "blk.0.ffn_norm.weight": np.ones(32)}
+    state = {name: array.astype("f4") for name, array in values.items()}
+    ds = xckpt.open(state).assign_attrs({"general.architecture": "llama"})
+    path, options = tmp_path / "m.gguf", {"dtype": "float16", "cast": "allow"}
+    text = r"llama\.cpp does not compute.*: 'blk\.0\.ffn_norm\.weight'"
+    with pytest.warns(xckpt.CheckpointWarning, match=text):
+        ds.ckpt.save(path, **options)
+    encoding = {"*norm*": {"dtype": "float32"}}
+    ds.ckpt.save(path, encoding=encoding, overwrite=True, **options)
+    dtypes = [tensor.dtype for tensor in xckpt.read_index(path).tensors.values()]
+    assert sorted(dtypes) == ["float16", "float32"]
+
+
 @pytest.mark.parametrize(
     ("names", "attrs", "text"),
     [

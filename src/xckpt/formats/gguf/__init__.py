@@ -71,6 +71,11 @@ _LONGEST_LIST = 256
 _MOST_NESTED = 1 << 16
 _MOST_ALIKE = 16  # names that are equal after escaping
 _MOST_PADDING = 1 << 12  # bytes that are compared with zero
+_HALF = frozenset({"float16", "bfloat16"})
+_HALF_VECTORS = (
+    "vectors in half precision, with which llama.cpp does not compute on a CPU; "
+    'encoding={"*norm*": {"dtype": "float32"}} keeps those of norms'
+)
 _ALIGNMENT_KEY, _ARCHITECTURE = "general.alignment", "general.architecture"
 _FILE_TYPE = "general.file_type"
 # `llama_ftype` of llama.cpp, of files without blocks.
@@ -189,11 +194,15 @@ _FOREIGN_LAYER = re.compile(r"(?:.+\.)?(?:layers?|h|blocks?)\.[0-9]+\..+")
 _LLAMA_NAME = re.compile(r"blk\.[0-9]+\..+|token_embd\.weight")
 
 
-def _unloadable(names: Iterable[str], attrs: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return why llama.cpp cannot load a language model, with the names concerned."""
+def _unloadable(
+    tensors: Mapping[str, WantedTensor], attrs: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """Return why llama.cpp cannot run a language model, with the names concerned."""
+    names = list(tensors)
     if _ARCHITECTURE in attrs:
-        return {}
-    names = list(names)
+        # ggml adds and multiplies float32 by float32 only: `binary_op` in ggml-cpu/binary-ops.cpp.
+        half = [t.name for t in tensors.values() if len(t.shape) == 1 and t.dtype in _HALF]
+        return {_HALF_VECTORS: half} if half and any(map(_LLAMA_NAME.fullmatch, names)) else {}
     unloadable = [name for name in names if _FOREIGN_LAYER.fullmatch(name)]
     if unloadable:
         hint = "its convert_hf_to_gguf.py gives names and metadata"
