@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan, prod
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -27,6 +26,7 @@ from xckpt.comparison.measure import (
 )
 from xckpt.comparison.pairs import Match, pair_of
 from xckpt.comparison.relate import relate_known
+from xckpt.comparison.variables import Compared, add_attrs, by_variable, deferred_values, unread
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_filters
@@ -36,70 +36,26 @@ from xckpt.scan.entries import (
     Entry,
     all_entries,
     contents_of_all,
-    deferred,
     filter_of,
-    laid,
     laid_out,
     warn_of_unreadable,
 )
 from xckpt.scan.scanning import gather
 from xckpt.statistics import OF_CODES
 from xckpt.statistics.codes import clipping, gain_of, use_of_codes
-from xckpt.statistics.tables import STATUSES, TIED
+from xckpt.statistics.tables import STATUSES
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from xckpt.comparison.cells import ChannelGrid, Reduced
-    from xckpt.comparison.relations.verification import Link
+    from xckpt.comparison.cells import Reduced
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable
     from xckpt.typing import Array, Dataset
-
-
-@dataclass(slots=True)
-class Compared:
-    """A variable of the result: the matches of its tensors, their statistics and attributes."""
-
-    entry: Entry
-    matches: Sequence[Match]
-    grid: ChannelGrid | None = None  # None if it is compared as a whole
-    links: Sequence[Link | None] = ()  # of the matches; empty if none are examined
-    values: Any = None  # statistics come first
-    attrs: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of a statistic: the stack, and then the channels."""
-        return (*self.entry.shape, *(self.grid.extents if self.grid else ()))
-
-    @property
-    def laid_entry(self) -> Entry:
-        """The variable with the dimensions of the statistics."""
-        dims = (*self.entry.dims, *(self.grid.dims if self.grid else ()))
-        return self.entry._replace(dims=dims, shape=self.shape)
-
-    @property
-    def places(self) -> Sequence[int]:
-        """Places of the matches in the stack, which may lack tensors."""
-        gone = self.entry.gone
-        return range(len(self.matches)) if gone is None else np.flatnonzero(~gone.ravel()).tolist()
-
-    def by_place(self, results: Sequence[Any]) -> Sequence[Any]:
-        """Return one result for each place of the stack; None where a tensor is missing."""
-        if self.entry.gone is None:
-            return results
-        of_place = dict(zip(self.places, results, strict=True))
-        return [of_place.get(place) for place in range(self.entry.gone.size)]
-
-    def add_texts(self, key: str, texts: Iterable[str | None]) -> None:
-        """Add an attribute with a text for each match: a list if they are stacked."""
-        by_place = [text or "" for text in self.by_place(list(texts))]
-        self.attrs[key] = by_place if self.entry.dims else by_place[0]
 
 
 @renamed("other", "b")
@@ -313,10 +269,12 @@ def compare(
         from xckpt.comparison.explaining.results import add_links
 
         add_links(variables, places)
-    values = find(variables) if compute else _deferred(partial(bounded, find, bounds), variables)
+    values = (
+        find(variables) if compute else deferred_values(partial(bounded, find, bounds), variables)
+    )
     for variable, of_one in zip(variables, values, strict=True):
         variable.values = of_one
-    _add_attrs(variables, has_names=names is not None)
+    add_attrs(variables, has_names=names is not None)
     summary = {}
     if explain:
         from xckpt.comparison.explaining.results import add_explanations, merges_of
@@ -408,13 +366,6 @@ def _warn_of_no_match(
     warn(text)
 
 
-def _deferred(find: Callable[..., list[Array]], variables: Sequence[Compared]) -> list[Any]:
-    """Return dask arrays of the statistics, whose graphs hold no opened object."""
-    shapes = [(len(MEASURES), *variable.shape) for variable in variables]
-    alone = [replace(v, entry=v.entry._replace(tensors=None, streams=())) for v in variables]
-    return deferred(find, alone, shapes)
-
-
 def _compare_all(
     variables: Sequence[Compared],
     *,
@@ -447,30 +398,7 @@ def _compare_all(
     for values, match in zip(measures, measured, strict=True):
         if match.steps:  # the status is about elements at their own positions
             values[0] = STATUSES.index(match.status or "changed")
-    return _by_variable(variables, measures, _unread)
-
-
-def _by_variable(
-    variables: Sequence[Compared],
-    statistics: Iterable[Sequence[float]],
-    unread: Callable[[Match], Sequence[float]],
-) -> list[Array]:
-    """Return the array of each variable, from a row for each pair; `unread` makes other rows."""
-    remaining = iter(statistics)
-    arrays = []
-    for variable in variables:
-        shape, gone = variable.entry.shape, variable.entry.gone
-        extents = () if variable.grid is None else variable.grid.extents
-        cells = prod(extents)
-        rows = [
-            np.repeat(unread(match), cells) if match.measured is None else next(remaining)
-            for match in variable.matches
-        ]
-        # The number of columns, which an empty tensor without cells does not show.
-        width = len(unread(variable.matches[0]))
-        columns = laid(np.array(rows, np.float64), shape, gone).reshape(width, cells, *shape)
-        arrays.append(np.moveaxis(columns, 1, -1).reshape(len(columns), *shape, *extents))
-    return arrays
+    return by_variable(variables, measures, unread)
 
 
 def _add_codes(
@@ -496,7 +424,7 @@ def _add_codes(
         uses = use_of_codes([theirs for _, theirs in pairs], bar, cache=cache)
         clipped = clipping(pairs, sizes.tolist(), bar, cache=cache)
     code_columns = np.column_stack([uses, clipped, gains])
-    of_codes = _by_variable(variables, code_columns, lambda _: [nan] * len(OF_CODES))
+    of_codes = by_variable(variables, code_columns, lambda _: [nan] * len(OF_CODES))
     for variable, array in zip(variables, of_codes, strict=True):
         variable.values = np.concatenate([variable.values, array])
 
@@ -539,33 +467,4 @@ def _compare_channels(variables: Sequence[Compared], *, progress: ProgressOption
     with Progress(progress, "comparison") as bar:
         finish = lambda _, channels: measures_of(channels.table()).T.reshape(-1)  # noqa: E731
         statistics = gather(pairs, Channels, finish, bar, arguments=grids)
-    return _by_variable(variables, statistics, _unread)
-
-
-def _add_attrs(variables: Sequence[Compared], *, has_names: bool) -> None:
-    """Add the attributes of each variable: shapes that differ, names in `b`, and steps."""
-    all_matches = [match for variable in variables for match in variable.matches]
-    has_names |= any(match.partner and match.partner.rule == TIED for match in all_matches)
-    has_steps = any(match.steps for match in all_matches)
-    for variable in variables:
-        matches = variable.matches
-        shapes = [f"{match.name}: {match.shapes}" for match in matches if match.shapes]
-        if shapes:
-            variable.attrs["shapes"] = "; ".join(shapes)
-        if has_names:
-            partners = [match.partner for match in matches]
-            variable.add_texts("other_name", (p and p.name for p in partners))
-            variable.add_texts("matched_by", (p and p.rule for p in partners))
-        if has_steps:
-            variable.add_texts("relation", (match.relation for match in matches))
-
-
-# --- measures ------------------------------------------------------------------------------------
-
-
-def _unread(row: Match) -> list[float]:
-    """Return the statistics of a match without a pair: status and count, or only NaN."""
-    statistics: dict[str, float] = {}
-    if row.status:
-        statistics = {"status": STATUSES.index(row.status), "count": row.size}
-    return [statistics.get(measure, nan) for measure in MEASURES]
+    return by_variable(variables, statistics, unread)

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.streams import ChunkedZip, Zip
     from xckpt.comparison.classify import Places
-    from xckpt.comparison.comparing import Compared
     from xckpt.comparison.explaining.outcome import Explanation
     from xckpt.comparison.merges import Merges
     from xckpt.comparison.pairs import Match
+    from xckpt.comparison.variables import Compared
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.progress import ProgressOption
     from xckpt.typing import Array
