@@ -1279,6 +1279,35 @@ class TestSizesOfParts:
         ds.assign_attrs(config=stated | both).ckpt.save("both/")
         assert config("both") == stated | both
 
+    def test_classes_in_sections_of_timm_are_those_of_the_classifier(self) -> None:
+        shapes: dict[str, tuple[int, ...]] = {
+            "layer1.0.conv1.weight": (8, 3, 3, 3),
+            "fc.weight": (5, 8),
+            "fc.bias": (5,),
+        }
+
+        def stated(*counts: int) -> dict[str, Any]:
+            names = ("model_args", "pretrained_cfg")
+            model, *sections = [{"num_classes": count} for count in counts]
+            return {"architecture": "resnet10t"} | model | dict(zip(names, sections, strict=True))
+
+        self.write(stated(5, 5, 5), shapes)
+        ds = xckpt.open("base").drop_vars(["fc.weight", "fc.bias"])
+        new = xr.DataArray(np.zeros((4, 8), "f4"), dims=("label", "in_8"))
+        ds = ds.assign({"fc.weight": new, "fc.bias": new[:, 0]})
+        text = r"'model_args.num_classes: 4 \(was 5\)', 'pretrained_cfg.num_classes: 4 \(was 5\)'"
+        with pytest.warns(CheckpointWarning, match=f"config.json has new values.*{text}"):
+            ds.assign_attrs(config=stated(4, 5, 5)).ckpt.save("out/")
+        assert config("out") == stated(4, 4, 4)
+        ds.assign_attrs(config=stated(4, 4, 4)).ckpt.save("all/")
+        assert config("all") == stated(4, 4, 4)
+        wrong = stated(4, 3, 5)
+        text = "model_args.num_classes 3: the classifier has 4 rows"
+        for n, model in enumerate((ds, ds.compute(), ds.drop_encoding().compute())):
+            with pytest.warns(CheckpointWarning, match=text):
+                model.assign_attrs(config=wrong).ckpt.save(f"{n}/")
+            assert names_without_config(str(n))
+
     def test_layers_that_xarray_filled_are_named_with_the_call_that_keeps_stacks_apart(
         self,
     ) -> None:

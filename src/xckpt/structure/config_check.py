@@ -30,6 +30,8 @@ _NO_LAYERS = (
 )
 #: Keys of configs by the name of an axis.
 CONFIG_KEYS = KEYS | {"label": ("num_labels", "num_classes", "id2label", "label2id")}
+# Sections of timm, which builds a model of these classes whatever the config states beside them.
+_CLASSES, _SECTIONS_OF_CLASSES = "num_classes", ("model_args", "pretrained_cfg")
 
 
 @dataclass(slots=True)
@@ -63,6 +65,10 @@ class ConfigFit:
         parts = (f"{name}." for name, part in self.config.items() if part is size.section)
         return f"{next(parts, '')}{size.key}"
 
+    def is_edited(self, size: StatedSize) -> bool:
+        """Return whether the user set a size, or the section that it is in."""
+        return self.place(size).partition(".")[0] in self.edited
+
     def add_problem(self, text: str, places: Iterable[str] = ()) -> None:
         """Add a difference that edits of these keys may explain."""
         is_explained = not self.edited.isdisjoint([place.partition(".")[0] for place in places])
@@ -71,10 +77,9 @@ class ConfigFit:
 
     def correct(self, size: StatedSize, value: int) -> None:
         """State another size, unless the user did."""
-        place = self.place(size)
         section: Any = size.section  # a part of the copy
-        if place.partition(".")[0] not in self.edited:
-            self.corrections.append(f"{place}: {value} (was {size.value})")
+        if not self.is_edited(size):
+            self.corrections.append(f"{self.place(size)}: {value} (was {size.value})")
             section[size.key] = value
 
 
@@ -128,11 +133,25 @@ def check_extents(fit: ConfigFit, tensors: Sequence[Described]) -> None:
 
 def check_labels(fit: ConfigFit, tensors: Sequence[Described]) -> None:
     """Compare the labels of a config with the rows of classifiers, whose old ones are unknown."""
-    rows = label_counts(Structure(tensors), {tensor.name: tensor.shape for tensor in tensors})
+    structure = Structure(tensors, model_facts({"config": fit.config}))
+    rows = label_counts(structure, {tensor.name: tensor.shape for tensor in tensors})
     for key in CONFIG_KEYS["label"] if rows else ():
         number = count(fit.config.get(key))
         if number is not None and rows != {number}:
             fit.problems.append(other_rows(key, number, rows))
+    for size in stated_classes(fit.config) if rows else ():
+        if rows != {size.value}:
+            fit.problems.append(other_rows(fit.place(size), size.value, rows))
+
+
+def stated_classes(config: Mapping[str, Any]) -> list[StatedSize]:
+    """Return the numbers of classes in the sections of a config of timm."""
+    sections = [config.get(name) for name in _SECTIONS_OF_CLASSES]
+    return [
+        StatedSize(section, _CLASSES, number)
+        for section in sections
+        if isinstance(section, dict) and type(number := section.get(_CLASSES)) is int
+    ]
 
 
 def other_rows(key: str, count: int, rows: Collection[int]) -> str:

@@ -20,6 +20,7 @@ from xckpt.structure.config_check import (
     count,
     label_counts,
     other_rows,
+    stated_classes,
 )
 from xckpt.structure.facts import (
     KEYS,
@@ -143,22 +144,26 @@ def _check_edited_layers(
             or not _are_all({*numbers.values()}, was.value)
         ):
             continue
-        place = fit.place(now)
-        if place.partition(".")[0] in fit.edited and not _are_all(present, now.value):
+        if fit.is_edited(now) and not _are_all(present, now.value):
             count = len(present)
             has = str(count) if _are_all(present, count) else f"layers {_ranges(present)}"
-            problems[f"{place} {now.value}: the tensors have {has}"] = None
+            problems[f"{fit.place(now)} {now.value}: the tensors have {has}"] = None
     fit.problems += problems
 
 
 def _check_edited_labels(
-    fit: ConfigFit, config: Mapping[str, Any], old: Collection[int], new: Collection[int]
+    fit: ConfigFit, config: Mapping[str, Any], old: set[int], new: set[int]
 ) -> None:
     """Compare edited labels with the rows of the classifier, and with each other."""
     for key in (key for key in CONFIG_KEYS["label"] if key in fit.edited and key in fit.config):
         was, now = (count(c[key]) if key in c else None for c in (config, fit.config))
         if new and now is not None and now not in new and (was is None or was in old):
             fit.problems.append(other_rows(key, now, new))
+    for size in stated_classes(fit.config) if len(new) == 1 else ():
+        if fit.is_edited(size) and size.value not in new:
+            fit.problems.append(other_rows(fit.place(size), size.value, new))
+        elif size.value in old - new:
+            fit.correct(size, *new)
     labels, numbers = (fit.config.get(key) for key in ("id2label", "label2id"))
     if isinstance(labels, dict) and isinstance(numbers, dict):
         pairs = {(str(number), str(label)) for number, label in labels.items()}
