@@ -259,8 +259,12 @@ class TestSizes:
     def test_rows_in_another_order_than_the_tokenizer_are_named(
         self, gguf: xr.Dataset, tmp_path: Path
     ) -> None:
+        gguf.attrs["tokenizer.ggml.bos_token_id"] = 1
         text = warning_of(save, gguf.isel(vocab=np.arange(16)[::-1]), tmp_path / "new.gguf")
         assert "another order than in: 'tokenizer.ggml.tokens'" in text
+        assert (
+            "whose rows moved (state their new numbers): 'tokenizer.ggml.bos_token_id: 1'" in text
+        )
 
     @pytest.mark.parametrize(
         "derive",

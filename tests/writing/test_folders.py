@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -802,6 +803,55 @@ class TestResults:
             a.assign_attrs(config=LLAMA | {"pad_token_id": 32}).ckpt.save("edited/")
         with pytest.warns(CheckpointWarning, match=r"attributes names? tokens.*pad_token_id: 31'"):
             a.isel(vocab=slice(30)).ckpt.save("out.zt")
+
+    @pytest.mark.parametrize(
+        ("move", "moved"),
+        [
+            (lambda ds: ds.isel(vocab=[0, 2, 1, *range(5, 32)]), (1, 2, 7)),
+            (lambda ds: ds.isel(vocab=[0, 1, 2, *range(4, 32)]), (7,)),
+            (lambda ds: ds.isel(vocab=slice(1, None)), (1, 2, 7)),
+            (lambda ds: ds.isel(vocab=[0, 1, 3, 2, *range(4, 32)]) * 2, (2,)),
+            (lambda ds: ds.pad(vocab=(4, 0), constant_values=0), (1, 2, 7)),
+            (lambda ds: (ds.roll(vocab=2) + xckpt.open("b")) / 2, (1, 2, 7)),
+            (lambda ds: xr.concat(
+                [ds.isel(vocab=slice(5)), ds.isel(vocab=slice(6, None))],
+                "vocab", data_vars="minimal",
+            ), (7,)),
+            (lambda ds: ds.isel(vocab=list(range(30))), ()),
+            (lambda ds: ds * 2, ()),
+        ],
+        ids=["list", "trimmed", "slice", "scaled", "pad", "mean", "concat", "cut", "in place"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("has_tokenizer", [True, False])
+    @pytest.mark.filterwarnings("ignore:.*NaN, unlike the sources")
+    def test_numbers_of_tokens_whose_rows_moved_are_named(
+        self, move: Any, moved: tuple[int, ...], has_tokenizer: bool
+    ) -> None:
+        tokens = {"bos_token_id": 1, "eos_token_id": [2, 7]}
+        Path("a/config.json").write_text(json.dumps(LLAMA | tokens))
+        Path("a/generation_config.json").write_text(json.dumps({"pad_token_id": 7}))
+        if not has_tokenizer:
+            Path("a/tokenizer.json").unlink()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
+            move(xckpt.open("a")).ckpt.save("out/")
+        text = "; ".join([str(warning.message) for warning in caught])
+        keys = {1: "bos_token_id", 2: "eos_token_id", 7: "eos_token_id"}
+        named = ", ".join([f"'{keys[number]}: {number}'" for number in moved])
+        change = "names tokens whose rows moved (state their new numbers)"
+        assert (f"config.json {change}: {named}" in text) == bool(moved)
+        assert (change in text) == bool(moved)
+        assert (f"generation_config.json {change}: 'pad_token_id: 7'" in text) == (7 in moved)
+
+    def test_edited_numbers_of_tokens_are_those_of_the_new_rows(self) -> None:
+        tokens = {"bos_token_id": 1, "eos_token_id": 5}
+        Path("a/config.json").write_text(json.dumps(LLAMA | tokens))
+        ds = xckpt.open("a").isel(vocab=[5, 1, 2, 3, 4, *range(6, 32)])
+        ds.attrs["config"]["eos_token_id"] = 0
+        with pytest.warns(CheckpointWarning) as caught:
+            ds.ckpt.save("out/")
+        assert not any("whose rows moved" in str(warning.message) for warning in caught)
+        assert config("out")["eos_token_id"] == 0
 
     def test_an_adapter_that_sets_most_tensors_is_not_the_origin(self) -> None:
         saved = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,18 +32,12 @@ def random_rows(count: int) -> list[Array]:
 
 def are_moved(array: Any, axis: int, mark: Callable[[int], list[Array]] = random_rows) -> bool:
     """Return whether a stored row becomes another row of a computed table, and not the same."""
-    tables = {
-        name: table
-        for name, lazy in lazies_in(array).items()
-        if (table := _Table.of(lazy, axis, array.ndim)) is not None
-    }
-    files = {table.base.source.name for table in tables.values()}
+    by_file = _tables_by_file(array, axis)
     blocks: list[Any] = [...]
-    if array.nbytes * len(files) > _WHOLE_NBYTES:
+    if array.nbytes * len(by_file) > _WHOLE_NBYTES:
         count = array.numblocks[axis]
         blocks = [(slice(None),) * axis + (n,) for n in sorted({0, count // 2, count - 1})]
-    for file in files:
-        of_file = {name: t for name, t in tables.items() if t.base.source.name == file}
+    for of_file in by_file.values():
         count = min(table.rows for table in of_file.values())
         choices = mark(count)
         marked = [with_values(array, partial(_marks, of_file, rows)) for rows in choices]
@@ -55,6 +50,27 @@ def are_moved(array: Any, axis: int, mark: Callable[[int], list[Array]] = random
             if {(True, False), (False, True)} <= pairs:
                 return True
     return False
+
+
+def is_in_place(array: Any, axis: int, row: int) -> bool:
+    """Return whether a row of a computed table depends on the stored ones of its number."""
+    by_file = _tables_by_file(array, axis)
+    is_same = []
+    for tables in by_file.values():
+        mark = np.arange(min(table.rows for table in tables.values())) == row
+        marked = with_values(array, partial(_marks, tables, mark))
+        of_row = marked[(slice(None),) * axis + (slice(row, row + 1),)]
+        is_same.append((True, True) in _marks_in(of_row, axis, np.ones(1, bool)))
+    return bool(is_same) and all(is_same)
+
+
+def _tables_by_file(array: Any, axis: int) -> dict[str, dict[str, _Table]]:
+    """Return the stored tables of the same axes that an array is computed from."""
+    by_file: dict[str, dict[str, _Table]] = defaultdict(dict)
+    for name, lazy in lazies_in(array).items():
+        if (table := _Table.of(lazy, axis, array.ndim)) is not None:
+            by_file[table.base.source.name][name] = table
+    return by_file
 
 
 def _marks_in(block: Any, axis: int, is_marked: Array) -> set[tuple[bool, bool]]:

@@ -55,6 +55,8 @@ class ConfigFit:
     has_reordered_tokens: bool = False
     #: Numbers of tokens that have no row: "pad_token_id: 32".
     unknown_tokens: dict[str, None] = field(default_factory=dict)
+    #: Numbers of tokens that have the rows of others, or may have them.
+    moved_tokens: frozenset[int] = frozenset()
     #: The key of labels, or of their numbers, that an edit of the other one contradicts.
     contradicted_key: str = ""
     #: Keys whose values the user set.

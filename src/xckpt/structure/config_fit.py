@@ -204,11 +204,17 @@ def _check_tokens(fit: ConfigFit) -> None:
 
 def tokens_without_row(section: Mapping[str, Any], rows: int) -> list[str]:
     """Return the numbers of tokens that a vocabulary of so many rows lacks, with their keys."""
+    return [f"{key}: {number}" for key, number in numbers_of_tokens(section) if number >= rows]
+
+
+def numbers_of_tokens(section: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the keys of a section that name tokens by their numbers, with each of these."""
     return [
-        f"{key}: {number}"
+        (key, number)
         for key, value in section.items()
+        if key.endswith(_NUMBERS_OF_TOKENS)
         for number in (value if isinstance(value, list) else [value])
-        if key.endswith(_NUMBERS_OF_TOKENS) and type(number) is int and number >= rows
+        if type(number) is int and number >= 0
     ]
 
 

@@ -107,7 +107,7 @@ class ModelFacts:
     @property
     def is_untied(self) -> bool:
         """Whether the config states that the head is not tied to the embeddings."""
-        stated = [section.get("tie_word_embeddings") for section in _sections(self.config)]
+        stated = [section.get("tie_word_embeddings") for section in sections_of(self.config)]
         return False in stated and True not in stated
 
     @property
@@ -141,7 +141,7 @@ def _facts_in(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None) -> Mod
     return ModelFacts(
         family,
         types=tuple(dict.fromkeys(islice(_types(config), _MOST_TYPES))),
-        sizes=sizes_in(*_sections(config)),
+        sizes=sizes_in(*sections_of(config)),
         quantization=_quantized_modules(config),
         naming="gptrs" if kind in _KINDS_OF_GPTRS else "",
         config=config,
@@ -169,13 +169,14 @@ def stated_sizes(*sections: Mapping[str, Any]) -> dict[str, StatedSize]:
 def sizes_stated_in(config: Mapping[str, Any]) -> dict[str, StatedSize]:
     """Return the sizes that a ``config.json``, or the attributes of a GGUF file, state."""
     if not is_gguf(config):
-        return stated_sizes(*_sections(config))
+        return stated_sizes(*sections_of(config))
     keys = {name: f"{config[_ARCHITECTURE]}.{key}" for name, key in GGUF_KEYS.items()}
     sizes = _checked({name: config.get(key) for name, key in keys.items()})
     return {name: StatedSize(config, keys[name], size) for name, size in sizes.items()}
 
 
-def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def sections_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the sections of a config that describe the language model."""
     # Models of several modalities have the sizes of the language model one level deeper.
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]

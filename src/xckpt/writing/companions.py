@@ -27,8 +27,14 @@ from xckpt.index import StoredList
 from xckpt.quantization.model import parse_json
 from xckpt.storage import write_file
 from xckpt.structure.config_check import ConfigFit, check_config, check_extents, check_labels
-from xckpt.structure.config_fit import check_kinds, fit_config, fit_quantization, tokens_without_row
-from xckpt.structure.facts import is_gguf, model_facts, sizes_stated_in
+from xckpt.structure.config_fit import (
+    check_kinds,
+    fit_config,
+    fit_quantization,
+    numbers_of_tokens,
+    tokens_without_row,
+)
+from xckpt.structure.facts import is_gguf, model_facts, sections_of, sizes_stated_in
 from xckpt.structure.info import Described
 from xckpt.structure.model import Structure
 from xckpt.writing.origins import (
@@ -40,7 +46,7 @@ from xckpt.writing.origins import (
     origin_of,
     read_json,
 )
-from xckpt.writing.vocabulary import are_rows_moved, is_computed_from, moved_routers
+from xckpt.writing.vocabulary import are_rows_moved, is_computed_from, moved_routers, moved_tokens
 
 if TYPE_CHECKING:
     from xckpt.formats.plan import WantedTensor
@@ -70,6 +76,7 @@ _TYPE = "model_type"
 _LABELS = ("id2label", "label2id")
 _OTHER_EXPERTS = "rows of routers that are in another order than the experts"
 _UNKNOWN_TOKENS = "{} names tokens that have no row"
+_MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers)"
 _REORDERED = "the rows of the vocabulary are in another order"
 _OTHER_TYPE = "of another type than {} of config.json, which transformers converts them to"
 _OF_ATTRS = "written from the attributes, without tokenizer, as no files are beside the tensors"
@@ -126,8 +133,12 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     _check_experts(changes, origin, payloads, fit.config)
     if _TOKENS in attrs and fit.has_other_tokens:
         changes.add(_OTHER_TOKENS, f"{_TOKENS}: {len(attrs[_TOKENS])}")
-    if _TOKENS in attrs and are_rows_moved(payloads, Structure(after)):
-        changes.add(f"{_REORDERED} than in", _TOKENS)
+    structure = Structure(after)
+    if are_rows_moved(payloads, structure):
+        changes.add_all(f"{_REORDERED} than in", [_TOKENS] if _TOKENS in attrs else [])
+        numbers = [number for _, number in numbers_of_tokens(stated)]
+        moved = moved_tokens(payloads, structure, numbers)
+        changes.add_all(_MOVED_TOKENS.format("attributes"), _keys_of_tokens(stated, moved))
     new = {key: value for key, value in fit.config.items() if key in stated}
     return gathered._replace(attrs={**attrs, **(new if is_flat else {"config": {**stated, **new}})})
 
@@ -229,12 +240,18 @@ def _check_order(
     origin: Origin,
     tensors: Collection[WantedTensor],
     after: Sequence[Described],
-    files: Collection[str],
+    files: Mapping[str, Path],
 ) -> None:
     """Find rows of tokens and labels, and layers, in another order than what describes them."""
     structure = Structure(after, model_facts({"config": fit.config}))
-    if any(name in files for name in _OF_TOKENIZER):
+    stated = sections_of(fit.config)
+    if _GENERATION in files:
+        stated.append(read_json(files[_GENERATION]) or {})
+    numbers = [number for section in stated for _, number in numbers_of_tokens(section)]
+    if numbers or any(name in files for name in _OF_TOKENIZER):
         fit.has_reordered_tokens = are_rows_moved(tensors, structure)
+    if fit.has_reordered_tokens:
+        fit.moved_tokens = moved_tokens(tensors, structure, numbers)
     labels = [key for key in _LABELS if key in fit.config and key not in fit.edited]
     if labels and are_rows_moved(tensors, structure, "label"):
         fit.problems.append(f"the labels are in another order than in {some(labels, '')}")
@@ -254,6 +271,12 @@ def _check_order(
         return bool(sources) and (name not in small or is_computed_from(small[name], sources))
 
     check_kinds(fit, structure, stored, uses)
+
+
+def _keys_of_tokens(section: Mapping[str, Any], numbers: Collection[int]) -> list[str]:
+    """Return the keys that name tokens of these numbers."""
+    pairs = numbers_of_tokens(section)
+    return [f"{key}: {number}" for key, number in pairs if number in numbers]
 
 
 def _check_experts(
@@ -397,12 +420,20 @@ def _add_changes(
         elif name == CONFIG:
             changes.add_all(_CORRECTED, fit.corrections)
             changes.add_all(_UNKNOWN_TOKENS.format(name), fit.unknown_tokens)
+            for section in [part for part in sections_of(fit.config) if fit.moved_tokens]:
+                unedited = {key: section[key] for key in section if key not in fit.edited}
+                moved = _keys_of_tokens(unedited, fit.moved_tokens)
+                changes.add_all(_MOVED_TOKENS.format(name), moved)
             if fit.contradicted_key:
                 changes.add("labels of config.json that an edit contradicts", fit.contradicted_key)
-        elif name == _GENERATION and isinstance(content, Path) and fit.has_fewer_tokens:
+        elif name == _GENERATION and isinstance(content, Path):
+            generation = read_json(content) or {}
             size = sizes_stated_in(fit.config).get("vocab")
-            tokens = tokens_without_row(read_json(content) or {}, size.value) if size else ()
-            changes.add_all(_UNKNOWN_TOKENS.format(name), tokens)
+            if size and fit.has_fewer_tokens:
+                unknown = tokens_without_row(generation, size.value)
+                changes.add_all(_UNKNOWN_TOKENS.format(name), unknown)
+            moved = _keys_of_tokens(generation, fit.moved_tokens)
+            changes.add_all(_MOVED_TOKENS.format(name), moved)
 
 
 def _data(content: bytes | Path) -> bytes:
