@@ -376,6 +376,9 @@ class TestResults:
             lambda: with_layers([1, 0, 2]),
             lambda: with_layers([1, 0, 2]) * 2,
             lambda: xckpt.open("a", stack=True).roll(layers=1),
+            lambda: xckpt.open("a", stack=True).isel(layers=[1, 0, 2]).compute(),
+            lambda: xckpt.open("a", stack=True).load().isel(layers=[1, 0, 2]),
+            lambda: with_layers([1, 0, 2]).persist(),
             lambda: xr.concat(
                 [xckpt.open("a", stack=True).isel(layers=numbers) for numbers in ([1], [0, 2])],
                 "layers",
@@ -384,7 +387,17 @@ class TestResults:
                 compat="override",
             ),
         ],
-        ids=["stacked", "stacked and scaled", "renamed", "scaled", "rolled", "concatenated"],
+        ids=[
+            "stacked",
+            "stacked and scaled",
+            "renamed",
+            "scaled",
+            "rolled",
+            "computed",
+            "loaded",
+            "persisted",
+            "concatenated",
+        ],
     )
     def test_layers_that_move_between_kinds_have_no_config(self, move: Any) -> None:
         kinds = ["full", "sliding", "full"]
@@ -396,6 +409,8 @@ class TestResults:
             ds.ckpt.save("out/")
         assert "config.json" not in names("out")
         with_layers([2, 1, 0]).ckpt.save("same/")  # of equal kinds
+        with_layers([2, 1, 0]).compute().ckpt.save("in-memory/")
+        assert config("in-memory")["layer_types"] == kinds
         a, b = (xckpt.open(name, stack=True) for name in "ab")
         ((a + b) / 2).ckpt.save("mean/")
         edited = LLAMA | {"layer_types": ["sliding", "full", "full"]}
@@ -725,6 +740,48 @@ class TestResults:
         with pytest.warns(CheckpointWarning, match=r"vocabulary are in another.*tokenizer\.json"):
             move(xckpt.open("a")).ckpt.save("out/")
         assert "tokenizer.json" not in names("out")
+
+    @pytest.mark.parametrize(
+        "load",
+        [
+            lambda ds, move: move(ds).compute(),
+            lambda ds, move: move(ds).persist(),
+            lambda ds, move: move(ds.load()),
+            lambda ds, move: move(ds.persist()),
+        ],
+        ids=["compute", "persist", "load before", "persist before"],
+    )
+    def test_a_tokenizer_of_rows_that_moved_in_memory_is_left_out(self, load: Any) -> None:
+        tokens = {"bos_token_id": 1, "eos_token_id": 9}
+        Path("a/config.json").write_text(json.dumps(LLAMA | tokens))
+        order = [0, 1, *range(31, 1, -1)]
+        text = r"vocabulary are in another.*'tokenizer\.json'.*rows moved.*'eos_token_id: 9'"
+        with pytest.warns(CheckpointWarning, match=text):
+            load(xckpt.open("a"), lambda ds: ds.isel(vocab=order)).ckpt.save("out/")
+        assert "tokenizer.json" not in names("out")
+        cut = [0, 1, 2, *range(5, 32)]
+        text = r"fewer rows: 'tokenizer\.json'.*rows moved.*'eos_token_id: 9'"
+        with pytest.warns(CheckpointWarning, match=text):
+            load(xckpt.open("a"), lambda ds: ds.isel(vocab=cut)).ckpt.save("cut/")
+        load(xckpt.open("a"), lambda ds: ds.isel(vocab=list(range(32)))).ckpt.save("same/")
+        assert "tokenizer.json" in names("same")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda ds: ds * 2,
+            lambda ds: ds.assign({TABLE: ds[TABLE].clip(-1, 1)}),
+            lambda ds: ds.assign({TABLE: 0 * ds[TABLE]}),
+            lambda ds: ds.pad(vocab=(0, 2), mode="edge"),
+        ],
+        ids=["scaled", "clipped", "zeros", "more"],
+    )
+    @pytest.mark.filterwarnings("ignore:.*vocab_size")
+    def test_a_tokenizer_of_rows_in_memory_in_their_places_is_kept(self, change: Any) -> None:
+        new = change(xckpt.open("a").load())
+        new[TABLE][3] = new[TABLE][5]  # a token begins as another one
+        new.ckpt.save("out/")
+        assert "tokenizer.json" in names("out")
 
     @pytest.mark.parametrize(
         "change",
@@ -1260,7 +1317,8 @@ class TestSizesOfParts:
 
     @staticmethod
     def write(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
-        tensors = {name: np.ones(shape, "f4") for name, shape in shapes.items()}
+        rng = np.random.default_rng(0)
+        tensors = {name: rng.random(shape, "f4") for name, shape in shapes.items()}
         xckpt.save(tensors, "base/model.safetensors", overwrite=True)
         Path("base/config.json").write_text(json.dumps(config))
         Path("base/tokenizer.json").unlink()
@@ -1402,8 +1460,10 @@ class TestSizesOfParts:
             lambda ds: ds.isel(label=[2, 1, 0]),
             lambda ds: ds.isel(label=slice(None, None, -1)) * 2,
             lambda ds: ds.roll(label=1),
+            lambda ds: ds.isel(label=[2, 1, 0]).compute(),
+            lambda ds: ds.load().isel(label=[2, 1, 0]),
         ],
-        ids=["list", "backwards", "roll"],
+        ids=["list", "backwards", "roll", "computed", "loaded"],
     )
     def test_names_of_labels_in_another_order_are_left_out(self, move: Any) -> None:
         by_number = {str(n): name for n, name in enumerate("abc")}

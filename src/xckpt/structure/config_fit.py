@@ -353,19 +353,20 @@ def _lists_by_layer(size: StatedSize) -> dict[str, list[Any]]:
 def check_kinds(
     fit: ConfigFit,
     structure: Structure,
-    stored: Mapping[str, Collection[str]],
+    stored: Callable[[str], Collection[str]],
     uses: Callable[[str, Collection[str]], bool],
 ) -> None:
     """Note layers that moved to places with other values of the config."""
-    # `stored` has the names of the tensors that a tensor is read or may be computed from, and
-    # `uses` returns whether it is computed from some of them.
+    # `stored` returns the names of the tensors that a tensor is read or may be computed from, and
+    # `uses` whether it is computed from some of them.
     size = sizes_stated_in(fit.config).get("layer")
     moved: dict[str, None] = {}
-    for stem, numbers in _stacks(structure, stored).items():
+    for stem, numbers in _stacks(structure, structure).items():
         stated = _size_of_stack(stem, fit.config, size)
         lists = _lists_by_layer(stated) if stated is not None else {}
+        lists = {key: kinds for key, kinds in lists.items() if len({*map(repr, kinds)}) > 1}
         for name, number in numbers.items() if lists else ():
-            origins = _layers(stored[name]).get(stem, {}).items()
+            origins = _layers(stored(name)).get(stem, {}).items()
             for key, kinds in lists.items():
                 by_kind: dict[bool, list[str]] = {True: [], False: []}
                 for origin, old in origins:

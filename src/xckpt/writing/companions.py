@@ -46,7 +46,13 @@ from xckpt.writing.origins import (
     origin_of,
     read_json,
 )
-from xckpt.writing.vocabulary import are_rows_moved, is_computed_from, moved_routers, moved_tokens
+from xckpt.writing.vocabulary import (
+    LayersInMemory,
+    are_rows_moved,
+    is_computed_from,
+    moved_routers,
+    moved_tokens,
+)
 
 if TYPE_CHECKING:
     from xckpt.formats.plan import WantedTensor
@@ -134,10 +140,10 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     if _TOKENS in attrs and fit.has_other_tokens:
         changes.add(_OTHER_TOKENS, f"{_TOKENS}: {len(attrs[_TOKENS])}")
     structure = Structure(after)
-    if are_rows_moved(payloads, structure):
+    if are_rows_moved(payloads, structure, stored=origin.array):
         changes.add_all(f"{_REORDERED} than in", [_TOKENS] if _TOKENS in attrs else [])
         numbers = [number for _, number in numbers_of_tokens(stated)]
-        moved = moved_tokens(payloads, structure, numbers)
+        moved = moved_tokens(payloads, structure, numbers, origin.array)
         changes.add_all(_MOVED_TOKENS.format("attributes"), _keys_of_tokens(stated, moved))
     new = {key: value for key, value in fit.config.items() if key in stated}
     return gathered._replace(attrs={**attrs, **(new if is_flat else {"config": {**stated, **new}})})
@@ -249,28 +255,30 @@ def _check_order(
         stated.append(read_json(files[_GENERATION]) or {})
     numbers = [number for section in stated for _, number in numbers_of_tokens(section)]
     if numbers or any(name in files for name in _OF_TOKENIZER):
-        fit.has_reordered_tokens = are_rows_moved(tensors, structure)
+        fit.has_reordered_tokens = are_rows_moved(tensors, structure, stored=origin.array)
     if fit.has_reordered_tokens:
-        fit.moved_tokens = moved_tokens(tensors, structure, numbers)
+        fit.moved_tokens = moved_tokens(tensors, structure, numbers, origin.array)
     labels = [key for key in _LABELS if key in fit.config and key not in fit.edited]
-    if labels and are_rows_moved(tensors, structure, "label"):
+    if labels and are_rows_moved(tensors, structure, "label", origin.array):
         fit.problems.append(f"the labels are in another order than in {some(labels, '')}")
     if CONFIG not in files:
         return
-    stored = {tensor.name: _stored_names(origin, tensor) for tensor in tensors}
-    arrays: dict[str, Any] = {
-        tensor.name: getattr(tensor, "data", {}).get("data") for tensor in tensors
-    }
+    by_name = {tensor.name: tensor for tensor in tensors}
+    arrays: dict[str, Any] = {n: getattr(t, "data", {}).get("data") for n, t in by_name.items()}
+    layers = LayersInMemory(Structure(origin.decoded), origin.array)
     small = {
         name: array
         for name, array in arrays.items()
         if is_computed(array) and 0 < array.nbytes <= _SMALL_NBYTES
     }
 
+    def stored_names(name: str) -> list[str]:
+        return _stored_names(origin, by_name[name]) or layers.names_of(name, arrays[name])
+
     def uses(name: str, sources: Collection[str]) -> bool:
         return bool(sources) and (name not in small or is_computed_from(small[name], sources))
 
-    check_kinds(fit, structure, stored, uses)
+    check_kinds(fit, structure, stored_names, uses)
 
 
 def _keys_of_tokens(section: Mapping[str, Any], numbers: Collection[int]) -> list[str]:

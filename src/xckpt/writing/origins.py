@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError
 from xckpt.opening import open_index
@@ -15,16 +17,18 @@ from xckpt.opening.names import part_of
 from xckpt.opening.reading import CONFIGS, read_config
 from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path
-from xckpt.storage.source import files_of
+from xckpt.storage.source import files_of, sources_of
 from xckpt.structure.facts import declarations_in, model_facts
 from xckpt.structure.info import Described, Role
 from xckpt.structure.model import Structure
 from xckpt.writing.payloads import Gathered, source_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from xckpt.arrays import LazyArray
     from xckpt.index import Index, Tensor
+    from xckpt.storage import Source
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 #: Files whose JSON objects may name code.
@@ -49,6 +53,8 @@ class Origin:
     decoded: Sequence[Described] = ()
     #: Names of the tensors that hold a quantised one, by its name.
     codes: Mapping[str, Collection[str]] = field(default_factory=dict)
+    #: Makes the array of a stored tensor, given its name; None if it is not known.
+    array: Callable[[str], LazyArray | None] = lambda _: None
     #: Names of tensors by the file and the offset of their parts.
     places: Mapping[tuple[Path, int], str] = field(default_factory=dict)
     #: Folders of the other checkpoints, and configs in the attributes by the name of their file.
@@ -142,11 +148,14 @@ def origin_of(gathered: Gathered) -> Origin:
         is_single = len(files) == 1 and part_of(files[0].name) is None
         place = files[0] if is_single else folder
         with suppress(OSError, ValueError, CheckpointError):
-            index, file_names = _opened(place)
+            source, index = open_index(str(place), silent=True, missing="ignore")
+            source.close()  # reading opens it again
+            file_names = [Path(file.name).name for file in files_of(source)]
             decoded = list(index.tensors.values())
             codes = {t.name: [part.name for part in (t.stored or {}).values()] for t in decoded}
             parts = [part for t in decoded for part in (t.stored or {t.name: t}).values()]
             stored = {part.name: part for part in parts}.values()
+            array = partial(_stored_array, index, source)
             described = _described(stored), _described(decoded)
             places = {
                 (Path(folder, Path(part.shard or file_names[0]).name), part.offset): t.name
@@ -156,7 +165,9 @@ def origin_of(gathered: Gathered) -> Origin:
             others = [other for other in folders if other != folder]
             attrs = gathered.config, index.attrs.get("config")
             origins.append(
-                Origin(folder, file_names, *described, codes, places, others, configs, *attrs)
+                Origin(
+                    folder, file_names, *described, codes, array, places, others, configs, *attrs
+                )
             )
             # An adapter may set more tensors than its base keeps, but has other names.
             if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
@@ -164,11 +175,12 @@ def origin_of(gathered: Gathered) -> Origin:
     return origins[0] if origins else Origin(configs=configs)
 
 
-def _opened(path: Path) -> tuple[Index, list[str]]:
-    """Return the index of a checkpoint, and the names of its files."""
-    source, index = open_index(str(path), silent=True, missing="ignore")
-    source.close()
-    return index, [Path(file.name).name for file in files_of(source)]
+def _stored_array(index: Index, source: Source, name: str) -> LazyArray | None:
+    """Return the array of a tensor of a checkpoint; None if it has none as a whole."""
+    tensor = index.tensors.get(name)
+    if tensor is None:
+        return None
+    return lazy_arrays(tensor, sources_of(source, index.shards), ReadOptions()).get(None)
 
 
 def _described(tensors: Iterable[Tensor]) -> list[Described]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from itertools import chain
+from collections import defaultdict
+from contextlib import suppress
+from functools import cached_property
+from itertools import chain, islice
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -12,33 +15,57 @@ import numpy as np
 from xckpt.arrays.derived import is_computed, selections_in, with_values
 from xckpt.arrays.graph import lazy_of
 from xckpt.arrays.keys import compose, take, whole
-from xckpt.arrays.lazy import LazyArray, SlicedArray
+from xckpt.arrays.lazy import LazyArray, SlicedArray, dense_values
 from xckpt.arrays.moved_rows import are_moved, is_in_place
 from xckpt.arrays.stacked import StackedArray
+from xckpt.errors import CheckpointError
 from xckpt.structure.numbering import number_in_place
+from xckpt.upstream.dask_arrays import is_dask_array
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.formats.plan import WantedTensor
     from xckpt.structure.model import Structure
     from xckpt.typing import Array
+
+    Stored = Callable[[str], LazyArray | None]
 
 _TABLES = frozenset({"token_embedding", "output"})
 _ROWS = "vocab"
 _EXPERT, _ROUTER = "expert", "router"
 # Numbers of tokens whose rows are looked at.
 _MOST_CHECKED = 32
+# Of tables in memory: bytes that are joined or decoded, rows of a block that is read of the stored
+# one, elements of a row that are looked up, places that are compared.
+_MOST_JOINED, _ROWS_READ, _PREFIX, _MOST_PLACES = 256 << 20, 16, 16, 256
+# Elements of a layer that stand for it.
+_SAMPLED = 4096
+
+
+def no_array(_: str) -> LazyArray | None:
+    """Return None, as no stored tensor is known."""
+    return None
 
 
 def are_rows_moved(
-    tensors: Iterable[WantedTensor], structure: Structure, rows: str = _ROWS
+    tensors: Iterable[WantedTensor],
+    structure: Structure,
+    rows: str = _ROWS,
+    stored: Stored = no_array,
 ) -> bool:
-    """Return whether rows of a computed table of tokens, or of labels, are those of others."""
+    """Return whether rows of a table of tokens, or of labels, are those of others.
+
+    `stored` makes the arrays of stored tensors, which tables in memory are compared with.
+    """
     for tensor, array, axis in _tables(tensors, structure, rows):
         selected = _slice_of(array, axis)
         if selected is not None and (selected.start or selected.step not in {None, 1}):
             return True
+        if axis is not None and (values := _in_memory(array)) is not None:
+            if _are_rows_of_others(values, axis, stored(tensor.name)):
+                return True
+            continue
         if not hasattr(array, "dask"):
             continue
         if _are_selected(array, tensor.shape, rows):
@@ -49,7 +76,10 @@ def are_rows_moved(
 
 
 def moved_tokens(
-    tensors: Iterable[WantedTensor], structure: Structure, numbers: Collection[int]
+    tensors: Iterable[WantedTensor],
+    structure: Structure,
+    numbers: Collection[int],
+    stored: Stored = no_array,
 ) -> frozenset[int]:
     """Return the numbers of tokens whose rows are not certain to be the old ones.
 
@@ -59,17 +89,25 @@ def moved_tokens(
         if axis is not None:
             distinct = sorted({n for n in numbers if n < tensor.shape[axis]})
             checked = distinct[:_MOST_CHECKED]
-            in_place = [n for n in checked if _is_row_in_place(array, axis, n)]
+            lazy = stored(tensor.name)
+            in_place = [n for n in checked if _is_row_in_place(array, axis, n, lazy)]
             return frozenset(distinct).difference(in_place)
     return frozenset()
 
 
-def _is_row_in_place(array: Any, axis: int, row: int) -> bool:
+def _is_row_in_place(array: Any, axis: int, row: int, stored: LazyArray | None) -> bool:
     """Return whether a row of a table is the one that was there."""
     selected = _slice_of(array, axis)
     if selected is not None:
         return (selected.start or 0) + row * (selected.step or 1) == row
-    return is_computed(array) and is_in_place(array, axis, row)
+    if (values := _in_memory(array)) is None:
+        return is_computed(array) and is_in_place(array, axis, row)
+    if stored is None or row >= stored.shape[axis]:
+        return False
+    key = (slice(None),) * axis + (slice(row, row + 1),)
+    with suppress(CheckpointError, OSError):
+        return np.array_equal(values[key], dense_values(stored[key]).astype(values.dtype))
+    return False
 
 
 def _tables(
@@ -138,6 +176,115 @@ def is_computed_from(array: Any, names: Collection[str]) -> bool:
             return bool(np.isnan(np.asarray(marked.compute())))
         except (ArithmeticError, TypeError, ValueError):  # a function that does not take others
             return True
+
+
+# --- tables and layers in memory ------------------------------------------------------------------
+
+
+def _in_memory(array: Any) -> Array | None:
+    """Return the values of an array in memory; None for others, and for large ones of dask."""
+    if isinstance(array, np.ndarray):
+        return array
+    if not is_dask_array(array) or lazy_of(array) is not None or array.nbytes > _MOST_JOINED:
+        return None
+    is_persisted = all(isinstance(block, np.ndarray) for block in array.dask.values())
+    return np.asarray(array) if is_persisted else None
+
+
+def _are_rows_of_others(values: Array, axis: int, stored: LazyArray | None) -> bool:
+    """Return whether rows of a stored table are elsewhere in one in memory, and not in place.
+
+    A few blocks of rows are looked for.
+    """
+    if stored is None or not values.size or stored.ndim != values.ndim or _is_costly(stored, axis):
+        return False
+    old, new = ((*s[:axis], *s[axis + 1 :]) for s in (stored.shape, values.shape))
+    if old != new:
+        return False
+    rows = np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
+
+    def read(start: int, stop: int) -> Array:
+        key = (slice(None),) * axis + (slice(start, stop),)
+        block = np.moveaxis(dense_values(stored[key]), axis, 0)
+        return block.reshape(stop - start, -1).astype(values.dtype)
+
+    count = min(len(rows), stored.shape[axis])
+    starts = sorted({0, count // 3, 2 * count // 3, max(0, count - _ROWS_READ)})
+    with suppress(CheckpointError, OSError):
+        for start in starts:
+            block = read(start, min(start + _ROWS_READ, count))
+            here = rows[start : start + len(block)]
+            gone = block[[not np.array_equal(*pair) for pair in zip(block, here, strict=True)]]
+            for place, row in _places_of(gone, rows):
+                is_copy = place < stored.shape[axis] and np.array_equal(
+                    read(place, place + 1)[0], row
+                )
+                if not is_copy:
+                    return True
+    return False
+
+
+def _is_costly(stored: LazyArray, axis: int) -> bool:
+    """Return whether blocks of rows cannot be read without reading much of a large table."""
+    is_encoded = any(reader.part.encoding is not None for reader in stored.part_readers)
+    return (axis > 0 or is_encoded) and stored.nbytes > _MOST_JOINED
+
+
+def _places_of(chosen: Array, rows: Array) -> Iterator[tuple[int, Array]]:
+    """Yield the places of chosen rows among others, each with the row."""
+    start = np.ascontiguousarray(rows[:, :_PREFIX]) if len(chosen) else rows[:0]
+    width = start.itemsize * start.shape[1] if len(chosen) else 1
+    wanted = {row[:_PREFIX].tobytes(): row for row in chosen}
+    data = start.tobytes()
+    prefixes = (data[place * width : (place + 1) * width] for place in range(len(start)))
+    places = (place for place, prefix in enumerate(prefixes) if prefix in wanted)
+    for place in islice(places, _MOST_PLACES):
+        row = wanted[start[place].tobytes()]
+        if np.array_equal(rows[place], row):
+            yield place, row
+
+
+class LayersInMemory:
+    """Tensors of layers in memory, of which those that are equal to stored ones are known."""
+
+    def __init__(self, structure: Structure, stored: Stored) -> None:
+        self._structure, self._stored = structure, stored
+        self._names: dict[Any, dict[bytes, list[str]]] = {}
+
+    @cached_property
+    def _siblings(self) -> dict[Any, list[str]]:
+        siblings: dict[Any, list[str]] = defaultdict(list)
+        for name in self._structure:
+            key = self._structure.siblings_key(name)
+            if len(key.indices) == 1:
+                siblings[key.template].append(name)
+        return siblings
+
+    def names_of(self, name: str, array: Any) -> list[str]:
+        """Return the name of the only stored tensor that a tensor in memory is equal to."""
+        values, template = _in_memory(array), self._structure.siblings_key(name).template
+        if values is None or not values.size or template not in self._siblings:
+            return []
+        if template not in self._names:
+            self._names[template] = self._names_by_sample(template, values.dtype)
+        names = self._names[template].get(_sample(values), [])
+        return names if len(names) == 1 else []
+
+    def _names_by_sample(self, template: Any, dtype: Any) -> dict[bytes, list[str]]:
+        names: dict[bytes, list[str]] = defaultdict(list)
+        for name in self._siblings[template]:
+            lazy = self._stored(name)
+            with suppress(CheckpointError, OSError):
+                if lazy is not None and lazy.nbytes and not _is_costly(lazy, 0):
+                    names[_sample(lazy, dtype)].append(name)
+        return names
+
+
+def _sample(array: Any, dtype: Any = None) -> bytes:
+    """Return the shape and the first elements of an array."""
+    key = (slice(1),) * (array.ndim - 1) + (slice(_SAMPLED),) * bool(array.ndim)
+    values = dense_values(array[key])
+    return repr(array.shape).encode() + values.astype(dtype or values.dtype).tobytes()
 
 
 def _are_selected(array: Any, shape: Sequence[int], rows: str) -> bool:
