@@ -1359,6 +1359,74 @@ class TestSizesOfParts:
         shorter.assign_attrs(config=edited).ckpt.save("shorter/")
         assert config("shorter") == edited
 
+    def towers(self) -> tuple[xr.Dataset, dict[str, Any]]:
+        """Return CLIP with a narrower vision tower of another file, and its config."""
+        text = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
+        vision = {"hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 3}
+        stated = {"model_type": "clip", "projection_dim": 6, "text_config": text}
+
+        def shapes(tower: str, layers: int, width: int) -> dict[str, tuple[int, ...]]:
+            stem = f"{tower}_model.encoder.layers.{{}}.{{}}_proj.weight"
+            modules = [f"self_attn.{kind}" for kind in ("q", "k", "v", "out")]
+            names = [stem.format(n, module) for n in range(layers) for module in modules]
+            widths = {f"{tower}_model.final_layer_norm.weight": (width,)}
+            projection = {"text": "text", "vision": "visual"}[tower]
+            widths |= {f"{projection}_projection.weight": (6, width)}
+            return dict.fromkeys(names, (width, width)) | widths
+
+        self.write(stated | {"vision_config": text}, shapes("text", 2, 8) | shapes("vision", 2, 8))
+        rng = np.random.default_rng(1)
+        Path("tower").mkdir()
+        other = {name: rng.random(s, "f4") for name, s in shapes("vision", 3, 4).items()}
+        xckpt.save(other, "tower/model.safetensors")
+        Path("tower/config.json").write_text(json.dumps({"model_type": "clip_vision"} | vision))
+        ds, tower = xckpt.open("base"), xckpt.open("tower")
+        ds = ds.drop_vars([name for name in ds if str(name).startswith("vis")])
+        ds = ds.assign(tower.rename({dim: f"vision.{dim}" for dim in tower.dims}).data_vars)
+        return ds, stated | {"vision_config": vision}
+
+    @pytest.mark.parametrize(
+        "load",
+        [
+            lambda ds: ds,
+            lambda ds: ds.compute(),
+            lambda ds: ds.drop_encoding(),
+            lambda ds: ds.drop_encoding().compute(),
+        ],
+        ids=["lazy", "computed", "no encoding", "in memory"],
+    )
+    @pytest.mark.filterwarnings("ignore:.*from the attributes", "ignore:.*have other values")
+    def test_sizes_of_towers_are_those_of_their_tensors(self, load: Any) -> None:
+        ds, stated = self.towers()
+        load(ds.assign_attrs(config=stated)).ckpt.save("out/")
+        assert config("out") == stated
+        wide = stated["vision_config"] | {"hidden_size": 8}
+        with pytest.warns(CheckpointWarning, match=r"vision_config\.hidden_size 8: .* have 4"):
+            load(ds.assign_attrs(config=stated | {"vision_config": wide})).ckpt.save("wrong/")
+        assert names_without_config("wrong")
+
+    @pytest.mark.filterwarnings("ignore:.*from the attributes", "ignore:.*have other values")
+    def test_parts_of_a_composed_model_have_sizes_of_their_own(self) -> None:
+        stated = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1}
+        stem = "encoder.layer.0.attention.attention.query.weight"
+        self.write(stated, OF_VIT | {stem: (8, 8)})
+        decoder = {"model_type": "gpt2", "n_embd": 6, "n_positions": 9, "n_layer": 2}
+        shapes = {"transformer.wte.weight": (20, 6), "transformer.wpe.weight": (9, 6)}
+        shapes |= {f"transformer.h.{n}.attn.c_attn.weight": (6, 18) for n in range(2)}
+        Path("gpt2").mkdir()
+        tensors = {name: np.ones(shape, "f4") for name, shape in shapes.items()}
+        xckpt.save(tensors, "gpt2/model.safetensors")
+        Path("gpt2/config.json").write_text(json.dumps(decoder))
+        first, second = xckpt.open("base"), xckpt.open("gpt2")
+        first = first.rename({name: f"encoder.{name}" for name in first})
+        first = first.rename({dim: f"v_{dim}" for dim in first.dims})
+        second = second.rename({name: f"decoder.{name}" for name in second})
+        whole = {"model_type": "encoder-decoder", "encoder": stated, "decoder": decoder}
+        both = first.assign(second.data_vars)
+        for n, ds in enumerate((both, both.drop_encoding(), both.compute())):
+            ds.assign_attrs(config=whole).ckpt.save(f"{n}/")
+            assert config(str(n)) == whole
+
     def test_edited_labels_are_those_of_the_classifier(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {
             "bert.encoder.layer.0.attention.self.query.weight": (8, 8),

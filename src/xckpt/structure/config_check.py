@@ -13,7 +13,10 @@ from xckpt.structure.facts import (
     StatedSize,
     contradicted_extents,
     model_facts,
+    sections_of,
+    sizes_of_tower,
     sizes_stated_in,
+    tower_of,
 )
 from xckpt.structure.model import Structure
 
@@ -90,8 +93,42 @@ def check_config(
 ) -> ConfigFit:
     """Return a config with the sizes that tensors contradict, whose old tensors are unknown."""
     fit = ConfigFit(deepcopy(dict(config)))
-    structure, stated = Structure(tensors), model_facts({"config": config}).sizes
-    sizes_by_axis = sizes_stated_in(fit.config)
+    structure = Structure(tensors)
+    members: dict[str, list[Described]] = defaultdict(list)
+    for tensor in tensors:
+        members[main_or_tower(tensor.name, config)].append(tensor)
+    sizes = sizes_stated_in(fit.config)
+    if counts_layers and "layer" in sizes and not _has_layers(structure):
+        fit.problems.append(f"{fit.place(sizes['layer'])} {sizes['layer'].value}: {_NO_LAYERS}")
+    for tower, of_tower in members.items():
+        sizes = sizes_of_tower(fit.config, tower)
+        _check_sizes(fit, sizes, structure, of_tower, counts_layers=counts_layers)
+    return fit
+
+
+def main_or_tower(name: str, config: Mapping[str, Any]) -> str:
+    """Return the key of the section for the tower that a tensor is in; empty for the main model."""
+    tower = tower_of(name, config)
+    return "" if any(config.get(tower) is part for part in sections_of(config)) else tower
+
+
+def _has_layers(structure: Structure) -> bool:
+    """Return whether tensors have numbers of layers, or an axis of them."""
+    return any(
+        "layer" in structure[name].axes or any(n == "layer" for n, _ in structure[name].indices)
+        for name in structure
+    )
+
+
+def _check_sizes(
+    fit: ConfigFit,
+    sizes: Mapping[str, StatedSize],
+    structure: Structure,
+    tensors: Iterable[Described],
+    *,
+    counts_layers: bool,
+) -> None:
+    """Compare stated sizes with the extents and numbers of tensors."""
     extents: dict[str, set[int]] = defaultdict(set)
     layers, experts = set(), set()
     for tensor in tensors:
@@ -106,23 +143,14 @@ def check_config(
         extents.pop("layer", None)
     elif layers:
         extents["layer"] = {len(layers)}
-    elif "layer" in sizes_by_axis and "layer" not in extents:
-        fit.problems.append(
-            f"{fit.place(sizes_by_axis['layer'])} {sizes_by_axis['layer'].value}: {_NO_LAYERS}"
-        )
-    for axis, sizes in extents.items():
-        factors = [stated[name] for name in axis.split("*") if name in stated]
-        if len(factors) == axis.count("*") + 1 and sizes != {prod(factors)}:
-            new = " and ".join(map(str, sorted(sizes)))
-            sizes_of_axis = [
-                sizes_by_axis[name] for name in axis.split("*") if name in sizes_by_axis
-            ]
-            keys = [f"{fit.place(size)} {size.value}" for size in sizes_of_axis]
-            is_known = len(keys) == len(factors)
-            text = " and ".join(keys) if is_known else f"{axis} {prod(factors)}"
-            was = f" instead of {prod(factors)}" if is_known and len(keys) > 1 else ""
-            fit.problems.append(f"{text}: the tensors have {new}{was}")
-    return fit
+    for axis, found in extents.items():
+        factors = [sizes[name] for name in axis.split("*") if name in sizes]
+        product = prod([size.value for size in factors])
+        if len(factors) == axis.count("*") + 1 and found != {product}:
+            new = " and ".join(map(str, sorted(found)))
+            keys = [f"{fit.place(size)} {size.value}" for size in factors]
+            was = f" instead of {product}" if len(keys) > 1 else ""
+            fit.problems.append(f"{' and '.join(keys)}: the tensors have {new}{was}")
 
 
 def check_extents(fit: ConfigFit, tensors: Sequence[Described]) -> None:

@@ -19,6 +19,7 @@ from xckpt.structure.config_check import (
     check_config,
     count,
     label_counts,
+    main_or_tower,
     other_rows,
     stated_classes,
 )
@@ -29,7 +30,9 @@ from xckpt.structure.facts import (
     declarations_in,
     is_gguf,
     model_facts,
+    sizes_of_tower,
     sizes_stated_in,
+    tower_of,
 )
 from xckpt.structure.info import PARAMETERS, Described
 from xckpt.structure.model import Structure
@@ -89,7 +92,7 @@ def fit_config(
         fit.missing = _below_same_modules(fit.missing, new)
         fit.added = _below_same_modules(fit.added, old)
     configs = config, config if edited is None else edited
-    _fit_axes(fit, sizes, structure, old, new, configs=configs)
+    _fit_axes(fit, structure, old, new, configs=configs)
     _fit_head(fit, Structure(after), old, sources)
     if edited is not None and fit.edited:
         for key in fit.edited:
@@ -286,13 +289,9 @@ def _size_of_stack(
     stem: str, config: Mapping[str, Any], size: StatedSize | None
 ) -> StatedSize | None:
     """Return the stated number of layers of a stack: of its tower or part, or of the model."""
-    words = {*re.split(r"[._/]", stem)}
-    towers: list[Mapping[str, Any]] = [
-        section
-        for key, section in config.items()
-        if isinstance(section, dict) and key.removesuffix("_config") in words
-    ]
-    for section in towers or [config, *([size.section] if size else [])]:
+    words, tower = {*re.split(r"[._/]", stem)}, tower_of(stem, config)
+    sections: list[Mapping[str, Any]] = [config, *([size.section] if size else [])]
+    for section in [config[tower]] if tower else sections:
         of_part = [
             key
             for key in section
@@ -455,7 +454,6 @@ def _without_numbers(name: str, config: Mapping[str, Any]) -> str:
 
 def _fit_axes(
     fit: ConfigFit,
-    sizes: Mapping[str, StatedSize],
     structure: Structure,
     old: Mapping[str, Shape],
     new: Mapping[str, Shape],
@@ -463,7 +461,9 @@ def _fit_axes(
     configs: Sequence[Mapping[str, Any]],  # before and after edits
 ) -> None:
     """Correct the sizes that are extents of axes."""
-    extents: dict[str, set[tuple[int, int]]] = defaultdict(set)  # by the name of the axis
+    # By tower and axis.
+    extents: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
+    sizes: dict[str, dict[str, StatedSize]] = {}
     unexplained: dict[str, None] = {}
     keys: dict[str, None] = {}  # of the config, which may have to be edited
     problems: dict[str, str] = {}  # by key
@@ -474,21 +474,27 @@ def _fit_axes(
         stated, contradictions, unedited = compare_extents(name, old[name], new[name], configs)
         problems |= contradictions
         shapes = zip(old[name], new[name], strict=True)
+        tower = main_or_tower(name, fit.config)
+        if tower not in sizes:
+            sizes[tower] = sizes_of_tower(fit.config, tower)
+        of_section = configs[1].get(tower) if tower in fit.edited else None
+        edited = [*of_section.values()] if isinstance(of_section, dict) else []
         for number, (axis, pair) in enumerate(zip(structure[name].axes, shapes, strict=True)):
             # Other axes may have the same extent, such as labels and layers.
-            size = sizes.get(axis or "")
+            size = sizes[tower].get(axis or "")
             is_size = size.value == pair[0] if size is not None else "*" in (axis or "")
-            if axis is not None and is_size:
-                extents[axis].add(pair)
-            elif pair[0] != pair[1] and number not in stated:
+            is_edited = pair[0] != pair[1] and pair[1] in edited
+            if axis is not None and is_size and (size is not None or not is_edited):
+                extents[tower, axis].add(pair)
+            elif pair[0] != pair[1] and number not in stated and not is_edited:
                 unexplained[name] = None
                 keys |= dict.fromkeys(
                     key for key in CONFIG_KEYS.get(axis or "", ()) if key in fit.config
                 )
                 keys |= dict.fromkeys(unedited.get(number, ()))
     fit.problems += problems.values()
-    for axis, pairs in extents.items():
-        _fit_size(fit, axis, pairs, sizes)
+    for (tower, axis), pairs in extents.items():
+        _fit_size(fit, axis, pairs, sizes[tower])
     if unexplained:
         name = min(unexplained)
         names = some(sorted(unexplained), most=_SHOWN)
@@ -509,7 +515,7 @@ def _fit_size(
         fit.correct(sizes[axis], next(iter(extents))[1])
         return
     factors = [sizes[name] for name in axis.split("*") if name in sizes]
-    stated = [f"{size.key} {size.value}" for size in factors]
+    stated = [f"{fit.place(size)} {size.value}" for size in factors]
     new_sizes = " and ".join([str(new) for _, new in sorted(extents)])
     was = "" if axis in sizes else f" instead of {min(extents)[0]}"
     text = f"{' and '.join(stated) or axis}: the tensors have {new_sizes}{was}"

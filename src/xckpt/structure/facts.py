@@ -79,6 +79,9 @@ GGUF_KEYS = {
 }
 
 
+# Words of names, and their spelling in keys of sections.
+_WORD_ENDS = re.compile(r"[._/]")
+_TOWERS = {"visual": "vision"}
 # Ends of the names of classes with a head, which is tied to the embeddings if the tensors lack it.
 _WITH_HEAD = ("CausalLM", "LMHead", "ConditionalGeneration")
 
@@ -180,6 +183,22 @@ def sections_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     # Models of several modalities have the sizes of the language model one level deeper.
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]
+
+
+def tower_of(name: str, config: Mapping[str, Any]) -> str:
+    """Return the key of the section for the tower or part that a tensor is in; empty if none."""
+    sections = {
+        k.removesuffix("_config"): k for k, part in config.items() if isinstance(part, dict)
+    }
+    words = _WORD_ENDS.split(name) if sections and len(name) <= _LONGEST_NAME else []
+    return next((sections[word] for w in words if (word := _TOWERS.get(w, w)) in sections), "")
+
+
+def sizes_of_tower(config: Mapping[str, Any], tower: str) -> dict[str, StatedSize]:
+    """Return the sizes stated for a tower, or for the language model beside the towers."""
+    section = config.get(tower)
+    is_text = any(section is part for part in sections_of(config))
+    return sizes_stated_in(config) if section is None or is_text else stated_sizes(section)
 
 
 def sizes_in(*sections: Mapping[str, Any]) -> dict[str, int]:
@@ -289,13 +308,8 @@ def _extents_stated_for(
     name: str, config: Mapping[str, Any]
 ) -> dict[tuple[str, int], _StatedExtent]:
     """Return the extents of a tensor that a config states, by the first key and the axis."""
-    words = {*split_name(name.replace("_", "."))}
-    parts = {
-        f"{key}.": part
-        for key, part in config.items()
-        if isinstance(part, dict) and key.removesuffix("_config") in words
-    }
-    text = config.get("text_config")
+    tower, text = tower_of(name, config), config.get("text_config")
+    parts = {f"{tower}.": config[tower]} if tower else {}
     if not parts and isinstance(text, dict):
         parts = {"text_config.": text}
     extents = {}

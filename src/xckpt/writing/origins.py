@@ -36,6 +36,7 @@ PARSED = frozenset({CONFIG, "tokenizer_config.json", "processor_config.json"})
 # Names that libraries look for in the place of "model": peft, mlx-lm, diffusers.
 _ADAPTER = "adapter_model"
 _STEMS = frozenset({_ADAPTER, "adapters", "diffusion_pytorch_model"})
+_TYPE = "model_type"
 _MOST_FOLDERS = 16
 _LARGEST_NBYTES = 256 << 20
 _LARGEST_CONFIG_NBYTES = 16 << 20
@@ -75,6 +76,8 @@ class Origin:
             before, unedited = config, [config, self.in_file, *map(read_json, paths)]
         if edited is None or edited in unedited:
             return dict(config)
+        if before.get(_TYPE) != config.get(_TYPE):  # the config of another model was edited
+            return dict(edited)
         new = {key: value for key, value in edited.items() if before.get(key, ...) != value}
         return {key: config[key] for key in config if key in edited or key not in before} | new
 
