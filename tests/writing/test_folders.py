@@ -1812,6 +1812,41 @@ class TestEditedConfigs:
             classifier.drop_vars(NORM).assign_attrs(config=edited).ckpt.save("part/")
         assert "config.json" not in names("part")
 
+    @pytest.mark.parametrize("load", [lambda ds: ds, lambda ds: ds.compute()])
+    @pytest.mark.parametrize("chosen", [[0, 2], [1, 0, 2]], ids=["dropped", "moved"])
+    def test_layers_of_another_kind_that_was_stated_have_other_tensors(
+        self, load: Any, chosen: list[int]
+    ) -> None:
+        layer = "model.layers.{}.".format
+        shapes: dict[str, tuple[int, ...]] = {}
+        for n in range(3):
+            experts = [f"mlp.experts.{e}.up_proj.weight" for e in range(2)]
+            of_layer = ["mlp.up_proj.weight"] if n == 1 else [*experts, "mlp.gate.weight"]
+            shapes |= {layer(n) + name: (2, 8) if "gate" in name else (8, 8) for name in of_layer}
+            shapes[f"{layer(n)}input_layernorm.weight"] = (8,)
+        stated = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "num_experts": 2}
+        TestSizesOfParts.write(stated | {"mlp_only_layers": [1]}, shapes)
+        ds = xckpt.open("base")
+        new = xr.Dataset(attrs=ds.attrs).assign({
+            layer(n) + str(name).removeprefix(layer(old)): ds[name]
+            for n, old in enumerate(chosen)
+            for name in ds
+            if str(name).startswith(layer(old))
+        })  # fmt: skip
+        new.encoding = ds.encoding
+        kinds = [chosen.index(1)] if 1 in chosen else []
+        edited = stated | {"mlp_only_layers": kinds, "num_hidden_layers": len(chosen)}
+        gone = r"'model\.layers\.1\.mlp\.up_proj\.weight'"
+        text = (
+            f"no longer have, as the edited 'mlp_only_layers' of config.json must state: .*{gone}"
+        )
+        with pytest.warns(CheckpointWarning, match=text):
+            load(new).assign_attrs(config=edited).ckpt.save("out/")
+        assert config("out") == edited
+        part = new.drop_vars("model.layers.0.input_layernorm.weight")
+        with pytest.warns(CheckpointWarning, match=r"lacks 1 of its .*0\.input_layernorm"):
+            part.assign_attrs(config=edited).ckpt.save("part/")
+
     def test_another_type_of_model_has_other_tensors(self) -> None:
         a = xckpt.open("a")
         mlp = [f"model.layers.{n}.mlp." for n in range(3)]

@@ -50,6 +50,8 @@ class ConfigFit:
     renamed: str = ""
     #: Weights of the model that are missing.
     missing: list[str] = field(default_factory=list)
+    #: Tensors that are gone from layers of another kind, which the user stated.
+    exchanged: list[str] = field(default_factory=list)
     #: Tensors that the model lacks, also under another number of a layer.
     added: list[str] = field(default_factory=list)
     #: Whether the vocabulary lost rows, has another number of rows, or has them in another order.

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
 _SHOWN = 3
 _LAYER_KEYS = (*KEYS["layer"], "n_layers")
+# In keys that state kinds of layers: `mlp_only_layers`, `layer_types`, `first_k_dense_replace`; and
+# at the end of those of numbers of layers.
+_KINDS, _COUNTS = ("layer", "dense", "sparse"), ("layer", "layers")
 _TIED = "tie_word_embeddings"
 _CLASSES = "architectures"
 _HEAD_DIM = "head_dim"
@@ -84,7 +87,8 @@ def fit_config(
     removed = _fit_layers(fit, sizes.get("layer"), structure, new)
     remaining = [name for name in structure if name not in removed]
     removed |= _check_experts(fit, sizes.get("expert"), structure, remaining, new)
-    fit.missing = _missing(fit, structure, old, new, removed)
+    fit.exchanged = _exchanged(fit, structure, new)
+    fit.missing = _missing(fit, structure, old, new, removed.union(fit.exchanged))
     if not fit.renamed:
         known = {_without_numbers(name, config) for name in old}
         fit.added = [name for name in new if _without_numbers(name, config) not in known]
@@ -408,6 +412,33 @@ def _ranges(numbers: Collection[int]) -> str:
     if len(ordered) > 2 and ordered[-1] - ordered[0] + 1 == len(ordered):
         return f"{ordered[0]} to {ordered[-1]}"
     return ", ".join(map(str, ordered[:_SHOWN])) + (", ..." if len(ordered) > _SHOWN else "")
+
+
+def edited_kinds(fit: ConfigFit) -> list[str]:
+    """Return the edited keys that state which layers are of which kind."""
+    keys = [key for key in fit.edited if any(word in key for word in _KINDS)]
+    return sorted([
+        key for key in keys if not (type(fit.config.get(key)) is int and key.endswith(_COUNTS))
+    ])  # fmt: skip
+
+
+def _exchanged(fit: ConfigFit, structure: Structure, new: Collection[str]) -> list[str]:
+    """Return tensors that are gone from layers that have others, whose kinds the user edited."""
+    if not edited_kinds(fit):
+        return []
+    others = {parse_name(name).outermost for name in new if name not in structure}
+    of_layers = [name for name in structure if "layer" in dict(structure[name].indices)]
+    layers: dict[str, set[str]] = defaultdict(set)  # that have a tensor of the same name
+    for name in of_layers:
+        layers[drop_indices(parse_name(name).template)].add(parse_name(name).outermost)
+    count = len(set().union(*layers.values()))
+    return [
+        name
+        for name in of_layers
+        if name not in new
+        and parse_name(name).outermost in others
+        and len(layers[drop_indices(parse_name(name).template)]) < count
+    ]
 
 
 def _missing(

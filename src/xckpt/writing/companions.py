@@ -29,6 +29,7 @@ from xckpt.storage import write_file
 from xckpt.structure.config_check import ConfigFit, check_config, check_extents, check_labels
 from xckpt.structure.config_fit import (
     check_kinds,
+    edited_kinds,
     fit_config,
     fit_quantization,
     numbers_of_tokens,
@@ -83,6 +84,7 @@ _LABELS = ("id2label", "label2id")
 _OTHER_EXPERTS = "rows of routers that are in another order than the experts"
 _UNKNOWN_TOKENS = "{} names tokens that have no row"
 _MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers)"
+_EXCHANGED = "tensors that layers no longer have, as the edited {} of config.json must state"
 _REORDERED = "the rows of the vocabulary are in another order"
 _OTHER_TYPE = "of another type than {} of config.json, which transformers converts them to"
 _OF_ATTRS = "written from the attributes, without tokenizer, as no files are beside the tensors"
@@ -427,6 +429,8 @@ def _add_changes(
                 changes.add(f"stays as it is without overwrite=True, and {difference}", name)
         elif name == CONFIG:
             changes.add_all(_CORRECTED, fit.corrections)
+            kinds = some(edited_kinds(fit), "")
+            changes.add_all(_EXCHANGED.format(kinds), fit.exchanged)
             changes.add_all(_UNKNOWN_TOKENS.format(name), fit.unknown_tokens)
             for section in [part for part in sections_of(fit.config) if fit.moved_tokens]:
                 unedited = {key: section[key] for key in section if key not in fit.edited}
