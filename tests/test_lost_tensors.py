@@ -689,6 +689,21 @@ def test_stacks_whose_coordinate_was_dropped_are_a_warning(tmp_path: Path) -> No
     assert warnings_of((a * 2).mean("layers"), tmp_path / "new.safetensors") == []
 
 
+@pytest.mark.parametrize("change", [lambda ds: ds, lambda ds: ds.compute() * 2])
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_stacks_that_come_back_from_zarr_are_a_warning(change: Any, tmp_path: Path) -> None:
+    pytest.importorskip("zarr")
+    a = opened(tmp_path / "a.safetensors", ALL, stack=True)
+    a.ckpt.plain().to_zarr(tmp_path / "a.zarr")
+    stored = change(xr.open_dataset(tmp_path / "a.zarr", engine="zarr", chunks={}))
+    (text,) = warnings_of(stored, tmp_path / "new.safetensors")
+    assert "stacks written as one tensor, as no record of the stack along 'layers'" in text
+    assert "'model.layers.self_attn.q_proj.weight'" in text
+    a.ckpt.unstack().ckpt.plain().to_zarr(tmp_path / "unstacked.zarr")
+    stored = change(xr.open_dataset(tmp_path / "unstacked.zarr", engine="zarr", chunks={}))
+    assert warnings_of(stored, tmp_path / "new.safetensors") == []
+
+
 class TestReductions:
     """Means of arrays in memory, of which xarray leaves out bfloat16, name what they lack."""
 

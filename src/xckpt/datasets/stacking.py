@@ -5,6 +5,7 @@ A stacked variable has a record of its members; see `xckpt.datasets.stack_record
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -82,8 +83,9 @@ def unstack_modules(obj: Obj) -> Obj:
     """Turn every stacked tensor into a separate variable again."""
     flat = flatten(obj)._replace(variables=OpenTensors(obj).variables)
     if not any(map(stack_of, flat.variables.values())):
-        if dims := _lost_dims(flat):
-            warn(f"nothing is unstacked: {_NO_RECORD.format(', '.join(map(repr, dims)))}")
+        text, names = _lost_stacks(flat)
+        if names:
+            warn(f"nothing is unstacked: {text}")
         copied: Obj = rebuild(obj, flat)
         return copied
     order = obj.encoding.get("flat_order", ())
@@ -106,20 +108,22 @@ def unstack_modules(obj: Obj) -> Obj:
     return result
 
 
-def _lost_dims(flat: Flat) -> list[str]:
-    """Return dimensions with the name of a module and its numbers, which stacking did not make."""
+def lost_stacks(obj: xr.Dataset | xr.DataTree) -> tuple[str, list[str]]:
+    """Return the names of stacked tensors without a record of the stack, and the reason."""
+    return _lost_stacks(flatten(obj))
+
+
+def _lost_stacks(flat: Flat) -> tuple[str, list[str]]:
+    # They have a dimension with the name of a module and its numbers, which stacking did not make.
     coords = {name: coord for of_node in flat.coords.values() for name, coord in of_node.items()}
-    dims = {
-        str(dim): None
-        for name, variable in flat.variables.items()
-        for dim in variable.dims
-        if dim in coords and str(dim) in str(name).split(".")[:-1]
-    }
-    return [
-        dim
-        for dim in dims
-        if coords[dim].dtype.kind in "iu" and not is_made_by_stacking(coords[dim])
-    ]
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, variable in flat.variables.items():
+        for dim in variable.dims:
+            is_numbered = dim in coords and coords[dim].dtype.kind in "iu"
+            is_of_name = is_numbered and str(dim) in str(name).split(".")[:-1]
+            if is_of_name and not is_made_by_stacking(coords[dim]):
+                names[str(dim)].append(str(name))
+    return _NO_RECORD.format(", ".join(map(repr, names))), [n for of in names.values() for n in of]
 
 
 def replace_tensors(obj: Obj, changed: Mapping[str, xr.Variable]) -> Obj:

@@ -30,6 +30,7 @@ from xckpt.datasets.combining import factor_changes, unrounded
 from xckpt.datasets.losses import SourceShapes, losses
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.row_orders import other_orders
+from xckpt.datasets.stacking import lost_stacks
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.datasets.variables import WIDENED, mapped_arrays
 from xckpt.elements import ELEMENT_TYPES
@@ -230,6 +231,10 @@ def listed(
         if not isinstance(name, str):
             raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
     changes.add_all(_UNNUMBERED, tensors.unnumbered())
+    if not tensors.format:
+        reason, stacks = lost_stacks(obj)
+        whole = [name for name in stacks if name in variables]
+        changes.add_all(f"stacks written as one tensor, as {reason}", whole)
     dims = {dim for variable in variables.values() for dim in variable.dims}
     for dim, coord in tensors.stacked_dims().items():
         numbers = [] if coord is None else np.atleast_1d(coord.values).tolist()
