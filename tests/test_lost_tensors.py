@@ -704,6 +704,27 @@ def test_stacks_that_come_back_from_zarr_are_a_warning(change: Any, tmp_path: Pa
     assert warnings_of(stored, tmp_path / "new.safetensors") == []
 
 
+def test_a_tied_head_that_keeps_its_old_values_is_named(tmp_path: Path) -> None:
+    table = np.arange(48, dtype="f4").reshape(6, 8)
+    name, head = "transformer.wte.weight", "lm_head.weight"
+    layer = {"transformer.h.0.attn.c_attn.weight": np.ones((8, 24), "f4")}
+    ds = xckpt.open(layer | {name: table, head: table})
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "tie_word_embeddings": True}
+    ds = ds.assign_attrs(config=config)
+    changed = ds.assign({name: ds[name] * 2})
+    (text,) = warnings_of(changed, tmp_path / "new.safetensors")
+    assert "keep their old values" in text
+    assert f"'{head} ({name})'" in text
+    (text,) = warnings_of(changed, tmp_path / "out")
+    assert "tie_word_embeddings: False (was True)" in text
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    for n, both in enumerate((ds, ds.assign({name: ds[name] * 2, head: ds[head] * 2}))):
+        assert warnings_of(both, tmp_path / "new.safetensors") == []
+        (text,) = warnings_of(both, tmp_path / f"{n}")
+        assert "tie_word_embeddings" not in text
+        assert "old values" not in text
+
+
 class TestReductions:
     """Means of arrays in memory, of which xarray leaves out bfloat16, name what they lack."""
 

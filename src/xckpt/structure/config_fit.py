@@ -186,16 +186,21 @@ def _fit_head(
 ) -> None:
     """State that the head is not tied to the embeddings if its values are others."""
     head, table = structure.weight_of("output"), structure.weight_of("token_embedding")
-    if head is None or table is None or not _may_be_tied(fit.config) or _TIED in fit.edited:
+    if head is None or table is None or not may_be_tied(fit.config) or _TIED in fit.edited:
         return
     if head not in old or sources[head] != sources[table]:
-        was = fit.config.get(_TIED, "not stated")
-        fit.config[_TIED] = False
-        fit.corrections.append(f"{_TIED}: False (was {was})")
+        untie_head(fit)
         fit.added = [name for name in fit.added if name != head]
 
 
-def _may_be_tied(config: Mapping[str, Any]) -> bool:
+def untie_head(fit: ConfigFit) -> None:
+    """State that the head is not tied to the embeddings."""
+    was = fit.config.get(_TIED, "not stated")
+    fit.config[_TIED] = False
+    fit.corrections.append(f"{_TIED}: False (was {was})")
+
+
+def may_be_tied(config: Mapping[str, Any]) -> bool:
     """Return whether a table may be tied to the head, which transformers need not state."""
     return config.get(_TIED, "model_type" in config) is True
 
@@ -456,7 +461,7 @@ def _missing(
         if renamed:
             fit.renamed = f"no tensor has the name {some(renamed, 'names', _SHOWN)} any more"
         return []
-    is_tied = _may_be_tied(fit.config) and structure.weight_of("token_embedding") is not None
+    is_tied = may_be_tied(fit.config) and structure.weight_of("token_embedding") is not None
     weights = []
     for name in missing:
         info = structure[name]

@@ -32,8 +32,10 @@ from xckpt.structure.config_fit import (
     edited_kinds,
     fit_config,
     fit_quantization,
+    may_be_tied,
     numbers_of_tokens,
     tokens_without_row,
+    untie_head,
 )
 from xckpt.structure.facts import is_gguf, model_facts, sections_of, sizes_stated_in
 from xckpt.structure.info import Described
@@ -51,6 +53,7 @@ from xckpt.writing.vocabulary import (
     LayersInMemory,
     are_rows_moved,
     is_computed_from,
+    is_head_apart,
     moved_routers,
     moved_tokens,
 )
@@ -180,11 +183,10 @@ def companions_of(
     # Written anew, as there is no file to copy.
     stated = {name: config for name, config in origin.configs.items() if name not in files}
     config = (parsed | stated).get(CONFIG) or {}
-    sources = {tensor.name: _source(tensor) for tensor in tensors.values()}
     edited = origin.edited(CONFIG, config)
     if edited.get(_TYPE) != config.get(_TYPE):
         before = []  # the tensors of another model
-    fit = _fit(config, edited, before, after, sources)
+    fit = _fit(config, edited, before, after, tensors)
     old_names = [tensor.name for tensor in before]
     if fit.missing and _have_no_name_of(old_names, tensors):
         in_memory = _in_memory(origin, tensors.values())
@@ -232,14 +234,18 @@ def _fit(
     edited: Mapping[str, Any],
     before: Sequence[Described],
     after: Sequence[Described],
-    sources: Mapping[str, Any],
+    tensors: Mapping[str, WantedTensor],
 ) -> ConfigFit:
     """Return the fit of a config to new tensors, whose old ones may be unknown."""
     if before:
+        sources = {tensor.name: _source(tensor) for tensor in tensors.values()}
         return fit_config(config, before, after, sources, edited)
     fit = check_config(edited, after)
     check_labels(fit, after)
     check_extents(fit, after)
+    structure = Structure(after, model_facts({"config": fit.config}))
+    if may_be_tied(fit.config) and is_head_apart(tensors, structure):
+        untie_head(fit)
     return fit
 
 

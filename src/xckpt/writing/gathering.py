@@ -63,6 +63,10 @@ _BROADCAST = (
     "(b.rename({dim: name}) gives those of b the names of a, and "
     "ds.assign((ds[names] * weights).data_vars) changes some tensors, and keeps the others)"
 )
+_ONE_OF_TIED = (
+    "tensors that keep their old values, though another one that was the same memory has new ones "
+    "(assign both, or drop these)"
+)
 _NO_COMMON = (
     "the Dataset has no tensors: arithmetic keeps only those whose names both sides have, and "
     "these have none in common, as llama.cpp and transformers name them differently, and Keras "
@@ -154,6 +158,7 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
         changes.add_all(change, bases)
     for change, names in other_orders(tensors).items():
         changes.add_all(change, names)
+    changes.add_all(_ONE_OF_TIED, _half_changed(tensors.variables))
     was_opened = "format" in obj.encoding
     has_tensors = bool(tensors.variables or tensors.coord_tensors(()))
     if not (was_opened or has_tensors):
@@ -168,6 +173,15 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
             "(a.rename({old: new}) gives one another name)"
         )
         changes.add_all(change, [] if lost else [type(obj).__name__])
+
+
+def _half_changed(variables: Mapping[str, xr.Variable]) -> Iterator[str]:
+    """Yield tensors that were the memory of another one, which was changed."""
+    for name, variable in variables.items():
+        shared = variable.encoding.get("shares")  # of stacks, it is by member
+        owner = variables.get(shared) if isinstance(shared, str) else None
+        if owner is not None and owner.encoding.get("tensor") != shared:
+            yield f"{name} ({shared})"
 
 
 def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:

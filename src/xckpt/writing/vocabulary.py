@@ -244,6 +244,18 @@ def _places_of(chosen: Array, rows: Array) -> Iterator[tuple[int, Array]]:
             yield place, row
 
 
+def is_head_apart(tensors: Mapping[str, WantedTensor], structure: Structure) -> bool:
+    """Return whether a head and a table of tokens have different values, unless they are large."""
+    names = [structure.weight_of(slot) for slot in ("output", "token_embedding")]
+    arrays: list[Any] = [getattr(tensors.get(name or ""), "data", {}).get("data") for name in names]
+    if any(array is None or array.shape != arrays[0].shape for array in arrays):
+        return False
+    if any(not isinstance(a, np.ndarray) and a.nbytes > _MOST_JOINED for a in arrays):
+        return False
+    head, table = (dense_values(a[...]) for a in arrays)
+    return not np.array_equal(head, table)
+
+
 class LayersInMemory:
     """Tensors of layers in memory, of which those that are equal to stored ones are known."""
 
