@@ -137,6 +137,100 @@ def test_what_diffusers_fuses_of_kohya_is_verified(has_alpha: bool, tmp_path: Pa
         assert causes_of(base, merged, adapter) == {"merged", "equal"}
 
 
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "num_experts_per_tok": 2,
+}  # fmt: skip
+MOES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 3}),
+    "Qwen3-MoE": (
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"num_experts": 3, "moe_intermediate_size": 24},
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM", "GptOssConfig",
+        {"num_local_experts": 3, "layer_types": ["full_attention"] * 2},
+    ),
+    "Llama 4": ("Llama4ForCausalLM", "Llama4TextConfig", {"num_local_experts": 3}),
+}  # fmt: skip
+NAMED = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+PATTERNS = {"rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"gate_up_proj": 5}}
+TARGETS: list[tuple[str, dict[str, Any]]] = [
+    ("Mixtral", {"target_modules": ["w1", "w2", "w3"]}),
+    ("Mixtral", {"target_modules": ["w2"], "use_rslora": True}),
+    ("Mixtral", {"target_modules": "all-linear"}),
+    ("Mixtral", {"target_modules": ["q_proj", "gate"]}),
+    ("Mixtral", {"target_modules": ["q_proj"]} | NAMED | PATTERNS),
+    ("Qwen3-MoE", {"target_modules": ["gate_proj", "up_proj", "down_proj"]}),
+    ("Qwen3-MoE", {"target_modules": "all-linear"}),
+    ("Qwen3-MoE", {"target_modules": ["gate", "v_proj"]}),
+    ("gpt-oss", {"target_modules": ["q_proj"]} | NAMED | PATTERNS),
+    (
+        "gpt-oss",
+        {
+            "target_modules": [],
+            "target_parameters": [
+                "router.weight", "experts.down_proj_bias", "gate_up_proj", "down_proj",
+                "experts.gate_up_proj_bias",
+            ],
+        },
+    ),
+    ("gpt-oss", {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.down_proj"]}),
+    ("Llama 4", {"target_modules": "all-linear"} | NAMED),
+]  # fmt: skip
+
+
+def moe(kind: str, **sizes: int) -> Any:
+    model, config, stated = MOES[kind]
+    torch.manual_seed(0)
+    options = SIZES | {"intermediate_size": 40} | stated | sizes
+    return getattr(transformers, model)(getattr(transformers, config)(**options))
+
+
+class TestExperts:
+    """PEFT adapts fused experts of transformers 5, which saves some models expert by expert."""
+
+    @pytest.mark.parametrize(("kind", "options"), TARGETS)
+    def test_merges_are_verified(self, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+        base, adapter, merged = merge(moe(kind), peft.LoraConfig(**LORA | options), tmp_path)
+        assert causes_of(base, merged, adapter) == {"merged", "equal"}
+        ours, theirs = xckpt.open(base).ckpt.merge(adapter), xckpt.open(merged)
+        assert set(ours) == set(theirs)
+        for tensor, expected in theirs.items():
+            np.testing.assert_allclose(ours[tensor], expected, rtol=1e-6, atol=1e-6)
+
+    def test_a_merged_model_loads(self, tmp_path: Path) -> None:
+        config = peft.LoraConfig(**LORA, target_modules="all-linear")
+        base, adapter, merged = merge(moe("Mixtral"), config, tmp_path)
+        xckpt.open(base).ckpt.merge(adapter).ckpt.save(tmp_path / "ours")
+        tokens = torch.arange(8)[None]
+        with torch.no_grad():
+            ours, theirs = (
+                transformers.MixtralForCausalLM.from_pretrained(path)(tokens).logits
+                for path in (tmp_path / "ours", merged)
+            )
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+    def test_a_state_dict_has_the_parameters_of_the_module(self, tmp_path: Path) -> None:
+        model = moe("Mixtral")
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        config = peft.LoraConfig(**LORA, target_modules=["w1", "w2", "w3"])
+        adapted = peft.get_peft_model(model, config)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn_like(parameter) * 0.1
+        adapted.save_pretrained(tmp_path)
+        ours = xckpt.open(state).ckpt.merge(tmp_path)
+        for tensor, expected in adapted.merge_and_unload().state_dict().items():
+            np.testing.assert_allclose(ours[tensor], expected, rtol=1e-6, atol=1e-6)
+
+    def test_another_number_of_experts_is_an_error(self, tmp_path: Path) -> None:
+        config = peft.LoraConfig(**LORA, target_modules=["w1", "w2", "w3"])
+        _, adapter, _ = merge(moe("Mixtral"), config, tmp_path)
+        moe("Mixtral", num_local_experts=4).save_pretrained(tmp_path / "other")
+        with pytest.raises(xckpt.UnsupportedError, match="3 experts in the adapter"):
+            xckpt.open(tmp_path / "other").ckpt.merge(adapter)
+
+
 class TestExtracting:
     """PEFT loads extracted adapters, and merges them into the tuned model."""
 

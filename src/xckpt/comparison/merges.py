@@ -29,8 +29,9 @@ from xckpt.arrays.lazy import dense_values as in_memory
 from xckpt.comparison.arrangements import RopePermuted
 from xckpt.comparison.explaining.outcome import Case, Explanation
 from xckpt.comparison.relations.causes import FRACTION_BITS, spacing_of
+from xckpt.datasets.adapter_bases import match_bases
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
-from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
+from xckpt.datasets.adapters import Adapter, find_adapters
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import UnsupportedError, locating, some, warn
 from xckpt.opening.reading import adapter_in, read_config
@@ -69,6 +70,7 @@ _FORMULAS = {
     "loha": "a + {scale:.6g} * the update of LoHa",
     "lokr": "a + {scale:.6g} * the update of LoKr",
     "adalora": "a + {scale:.6g} * B @ E @ A of rank {rank}",
+    "experts": "a + {scale:.6g} * B @ A of rank {rank} for each expert",
     "ia3": "a times the factors of (IA)³",
     "bias": "a + {scale:.6g} * bias of the adapter",
     "saved": "the tensor of the adapter",
@@ -178,10 +180,11 @@ class _Change:
         kind = self.part.adapter.kind
         if not self.part.adapter.is_product:
             return 0.0
-        if kind in {"lora", "dora"}:
-            sides = self.matrices["left"], self.matrices["right"]
-            norms = [np.linalg.norm(side, axis=1 - axis) for axis, side in enumerate(sides)]
-            matrices = {"left": norms[0][:, None], "right": norms[1][None]}
+        if kind in {"lora", "dora", "experts"}:
+            matrices = {
+                name: np.linalg.norm(self.matrices[name], axis=axis, keepdims=True)
+                for name, axis in (("left", -1), ("right", -2))
+            }
         else:
             matrices = {name: np.abs(matrix) for name, matrix in self.matrices.items()}
         return abs(self.scale) * self._rows(matrices, rows)
@@ -202,7 +205,7 @@ class _Change:
     def _update(self, matrices: Mapping[str, Array], rows: Any) -> Array:
         if self.part.adapter.is_product:
             update: Array = update_rows(self.part.adapter.kind, matrices, rows)
-            return update
+            return update.reshape(len(update), -1)
         values = next(iter(matrices.values()))
         # Factors of the columns are the same for all rows.
         return values if self.part.adapter.kind == "ia3" and len(values) == 1 else values[rows]
@@ -560,7 +563,7 @@ def _problem_of_extents(adapter: Adapter, counterpart: Counterpart, shape: Shape
         fits = update in {(matrix[0], 1), (1, prod(matrix[1:]))}
     elif counterpart.slot:
         start = _start(counterpart.slot, *update[:1], *matrix[:1]) if update and matrix else -1
-        is_half = counterpart.slot.startswith("ffn.") and matrix[:1] != update[:1]
+        is_half = counterpart.slot.startswith(("ffn.", "expert.")) and matrix[:1] != update[:1]
         fits = start >= 0 and (not is_half or matrix[0] == 2 * update[0])
         fits = fits and update[0] <= matrix[0] and update[1:] in {matrix[1:], (1,)}
     elif counterpart.split[1] or adapter.kind == "rows":

@@ -14,10 +14,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import shown
+from xckpt.errors import shown, some
+from xckpt.quantization.model import is_match
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     Shape = tuple[int, ...]
 
@@ -141,10 +142,14 @@ _SUBTRACTED = {
     "pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "loftq": "LoftQ", "lora_ga": "LoRA-GA",
 }  # fmt: skip
 _OPTIONS = (
-    "use_qalora", "use_bdlora", "target_parameters", "layer_replication", "alora_invocation_tokens",
-    "arrow_config",
+    "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens", "arrow_config",
+)  # fmt: skip
+# Parameters of experts, in the order in which transformers defines them.
+_OF_EXPERTS = (
+    "gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias",
 )  # fmt: skip
 _MOST_WORDS = 4  # from the end of a name
+_MOST_MODULES = 64  # inside each other
 
 
 def method_of_config(config: Mapping[str, Any] | None) -> Method | None:
@@ -190,6 +195,73 @@ def problem_of_options(config: Mapping[str, Any]) -> str:
         remedy="merge them into it first, or save them with PEFT's "
         "path_initial_model_for_weight_conversion",
     ).note
+
+
+class Targets:
+    """The modules and parameters that a LoRA config of PEFT names."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        modules, parameters = config.get("target_modules"), config.get("target_parameters")
+        self._modules = modules if isinstance(modules, str) else frozenset(_texts(modules))
+        # Names by the ends of their modules; names without a module have the end "".
+        self._parameters: dict[str, list[str]] = {}
+        for path in _texts(parameters):
+            module, _, name = path.rpartition(".")
+            self._parameters.setdefault(module, []).append(name)
+
+    def parameters_of(self, module: str, count: int) -> tuple[str, ...] | None:
+        """Return `count` parameters of a module that PEFT adapts, in the order of their definition.
+
+        Empty if the module is adapted as a whole; None if its parameters are unknown.
+        """
+        ends = _ends(module)
+        if not self._parameters or self._has_module(module, ends):
+            return ()
+        names = dict.fromkeys(name for end in ends for name in self._parameters.get(end, ()))
+        unplaced = self._parameters.get("", [])
+        if not names and not unplaced:
+            return ()
+        if len(names) != count:
+            names |= dict.fromkeys(name for name in unplaced if name in _OF_EXPERTS)
+        if len(names) != count or (count > 1 and not names.keys() <= set(_OF_EXPERTS)):
+            return None
+        return tuple(sorted(names, key=_OF_EXPERTS.index) if count > 1 else names)
+
+    def problem_of(self, module: str) -> str:
+        """Return why the adapters of unknown parameters of a module are unsupported."""
+        names = [
+            f"{path}.{name}" if path else name
+            for path, of_path in self._parameters.items()
+            for name in of_path
+        ]
+        stated = f" ({some(names)})" if names else ""
+        return (
+            f"the option target_parameters is unsupported for {shown(module)}: which of its "
+            f"parameters are adapted is unknown{stated}; {_MERGE}"
+        )
+
+    def _has_module(self, module: str, ends: Sequence[str]) -> bool:
+        if isinstance(self._modules, str):
+            return is_match(f"{self._modules}$", module) is True
+        return not self._modules.isdisjoint(ends)
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(text) for text in (value if isinstance(value, list) else [value] if value else [])]
+
+
+def _ends(name: str) -> list[str]:
+    """Return the ends of a dotted name, from the whole name to its last word."""
+    words = name.split(".")[-_MOST_MODULES:]
+    return [".".join(words[first:]) for first in range(len(words))]
+
+
+def fits_pattern(pattern: str, name: str) -> bool | None:
+    """Return whether PEFT applies a pattern to a name; None if matching could take long."""
+    if pattern.startswith("^"):
+        return is_match(f"{pattern}$", name)
+    matches = [is_match(f"{pattern}$", end) for end in _ends(name)]
+    return None if None in matches else any(matches)
 
 
 # --- formulas ------------------------------------------------------------------------------------

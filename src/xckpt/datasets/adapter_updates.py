@@ -1,7 +1,7 @@
 """Updates of adapters, which are added to the tensors of a base model, computed by rows.
 
 The functions take arrays of numpy and of dask alike. An update is a matrix: a convolution has one
-row for each output.
+row for each output. Stacked experts have a matrix each.
 """
 
 from __future__ import annotations
@@ -61,11 +61,30 @@ def matrices_of(adapter: Adapter, tensors: OpenTensors) -> dict[str, da.Array]:
         matrix = da.asarray(tensors.variable(name).data)
         if matrix.dtype not in {np.dtype("f4"), np.dtype("f8")}:
             matrix = matrix.astype(np.float32)
+        if adapter.experts > 1:
+            matrices[purpose] = _factor_of_experts(matrix, purpose, adapter)
+            continue
         if adapter.is_transposed and purpose in {"left", "right"}:
             matrix = matrix.T
         # A convolution is a matrix with one row for each output.
         matrices[purpose] = matrix.reshape(len(matrix) if matrix.ndim else 1, -1)
     return matrices
+
+
+def _factor_of_experts(factor: da.Array, purpose: str, adapter: Adapter) -> da.Array:
+    """Return the factor of one expert as a matrix, or of all experts along the first axis."""
+    experts, expert, rank = adapter.experts, adapter.expert, len(factor) // adapter.experts
+    # PEFT has the factors A of the experts one below the other, and the columns of B by rank.
+    if (purpose == "right") is not adapter.is_transposed:
+        if expert is None:
+            factor = factor.rechunk(-1).reshape(experts, rank, -1)
+        else:
+            factor = factor[expert * rank : (expert + 1) * rank]
+    elif expert is None:
+        factor = factor.rechunk(-1).reshape(len(factor), -1, experts).transpose(2, 0, 1)
+    else:
+        factor = factor[:, expert::experts]
+    return factor.swapaxes(-1, -2) if adapter.is_transposed else factor
 
 
 def update_rows(kind: str, matrices: Mapping[str, Any], rows: Any) -> Any:
@@ -81,6 +100,8 @@ def update_rows(kind: str, matrices: Mapping[str, Any], rows: Any) -> Any:
         return product.reshape(len(numbers), -1)
     if kind == "adalora":
         return matrices["lora_B"][rows] @ (matrices["lora_A"] * matrices["lora_E"])
+    if kind == "experts":
+        return matrices["left"][rows] @ matrices["right"][rows]
     return matrices["left"][rows] @ matrices["right"]
 
 

@@ -3,7 +3,7 @@
 An adapter changes tensors of a base model. For most of them it holds two factors, ``B @ A``, which
 are multiplied by a scale and added; `find_adapters` pairs the factors and takes the scale from the
 config, the attributes or a tensor ``alpha``. Without ``alpha``, kohya and diffusers take the rank;
-a scale that others do not state is never assumed. `match_bases` finds the tensors of a model.
+a scale that others do not state is never assumed.
 
 ========================================  ========================================================
 names of factors                          written by
@@ -26,7 +26,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,20 +35,19 @@ from xckpt.datasets.adapter_methods import (
     FORMULAS,
     LORA,
     Scale,
+    Targets,
+    fits_pattern,
     method_of_config,
     method_of_name,
     problem_of_options,
 )
 from xckpt.errors import shown, some
-from xckpt.quantization.model import is_match
-from xckpt.structure.counterparts import PIPELINE_PARTS, Counterparts, Requested, part_of_pipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from xckpt.datasets.adapter_methods import Formula, Method
     from xckpt.datasets.tensors import OpenTensors
-    from xckpt.structure import Structure
     from xckpt.structure.counterparts import Counterpart
 
 # Ends of the names of tensors, by the purpose of the tensor. A transposed factor ends in "T".
@@ -71,12 +70,12 @@ _PREFIXES = ("base_model.model.", "base_model.")
 _SAVED = ".modules_to_save."
 # Names of diffusers before 0.22, after the names of attention processors are removed.
 _TEXT_ENCODER_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-# The part of a pipeline in front of a name. Models call other modules `transformer`.
-_PART = re.compile(
+#: The part of a pipeline in front of a name. Models call other modules `transformer`.
+PART_OF_PIPELINE = re.compile(
     r"lora_(unet|transformer|te[123]?|prior_unet|prior_te)_"
     r"|(unet|diffusion_model|text_encoder(?:_[23])?|transformer(?=\.\w*blocks\.))\."
 )
-# PEFT nests the factors of several parameters of one module.
+# PEFT nests the factors of several parameters of one module, the first one innermost.
 _NESTED = ".base_layer"
 _LONGEST_NAME = 4096
 _LARGEST = float(np.finfo(np.float32).max)
@@ -94,6 +93,7 @@ class Adapter:
     ``loha``           an elementwise product of two products is added
     ``lokr``           a Kronecker product is added
     ``adalora``        a product of factors and singular values is added
+    ``experts``        a product of factors is added to each expert of one tensor
     ``ia3``            rows or columns are multiplied by factors
     ``bias``           numbers are added to a bias
     ``saved``          a tensor takes the place of the one of the base model
@@ -117,11 +117,15 @@ class Adapter:
     is_optional: bool = False  # whether the base model may lack the tensor
     heads: int = 0  # of a tensor that has its rows in another order
     is_undone: bool = False  # whether the halves of heads alternate in the adapter
+    experts: int = 1  # whose factors are in the same tensors
+    expert: int | None = None  # that the change is of, if it is of one
+    part: slice | None = None  # rows of the change that the tensor of the model has
+    is_parameter: bool = False  # whether the config names a parameter instead of a module
 
     @property
     def is_product(self) -> bool:
         """Whether the adapter has factors, whose product is added."""
-        return self.kind in {"lora", "dora", "loha", "lokr", "adalora"}
+        return self.kind in {"lora", "dora", "loha", "lokr", "adalora", "experts"}
 
     def is_turned(self, shape: tuple[int, ...], counterpart: Counterpart) -> bool:
         """Return whether a linear layer has its axes in the other order, by its shape or family."""
@@ -137,10 +141,15 @@ class Adapter:
         return replace(
             self,
             tensors={**self.tensors, "left": right, "right": left},
-            shape=self.shape[::-1],
+            shape=(*self.shape[:-2], *self.shape[:-3:-1]),
             is_transposed=not self.is_transposed,
             out_axis=1 - self.out_axis,
         )
+
+    def of_expert(self, expert: int) -> Adapter:
+        """Return the change of one expert, in a model with a tensor for each."""
+        shape = self.shape[1:]
+        return replace(self, kind="lora", shape=shape, expert=expert, is_linear=True)
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -170,7 +179,11 @@ def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> lis
             return []
         return [Adapter(_base_of(n), "unsupported", {}, (), note=stated.note) for n in shapes]
     scales = _Scales(tensors, config)
-    adapters = [_adapter(name, module, shapes, scales) for name, module in modules.items()]
+    parameters = _parameters(modules, scales.targets)
+    adapters = [
+        _adapter(name, module, shapes, scales, parameters.get(name))
+        for name, module in modules.items()
+    ]
     bases = {adapter.base for adapter in adapters}
     for (name, module), adapter in zip(modules.items(), list(adapters), strict=True):
         base = f"{_base_module(name)}.bias"
@@ -235,6 +248,23 @@ def _modules_of(
     return modules, remaining_names
 
 
+def _parameters(modules: Collection[str], targets: Targets) -> dict[str, str]:
+    """Return the adapted parameters by the names of their modules; empty if they are unknown."""
+    wrappers: dict[str, list[str]] = {}
+    for name in modules:
+        wrappers.setdefault(_base_module(name), []).append(name)
+    parameters: dict[str, str] = {}
+    for module, names in wrappers.items():
+        inner_first = sorted(names, key=lambda name: -name.count(_NESTED))
+        depths = [name.count(_NESTED) for name in reversed(inner_first)]
+        adapted = targets.parameters_of(module, len(names))
+        if adapted is None or (adapted and depths != list(range(len(names)))):
+            adapted = ("",) * len(names)
+        if adapted:
+            parameters |= dict(zip(inner_first, adapted, strict=True))
+    return parameters
+
+
 def _factor_names(module: _AdaptedModule) -> tuple[str, str, str] | None:
     """Return the form of the factors, and the names of both; None if they are not complete."""
     for form, first, second in (
@@ -248,8 +278,10 @@ def _factor_names(module: _AdaptedModule) -> tuple[str, str, str] | None:
 def _base_of(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    for wrapper in (".base_layer.", _SAVED, ".token_adapter.", ".processor."):
+    for wrapper in (_SAVED, ".token_adapter.", ".processor."):
         name = name.replace(wrapper, ".")
+    while f"{_NESTED}." in name:
+        name = name.replace(f"{_NESTED}.", ".")
     return name
 
 
@@ -264,55 +296,86 @@ def _base_module(name: str) -> str:
 
 
 def _adapter(
-    name: str, module: _AdaptedModule, shapes: Mapping[str, tuple[int, ...]], scales: _Scales
+    name: str,
+    module: _AdaptedModule,
+    shapes: Mapping[str, tuple[int, ...]],
+    scales: _Scales,
+    parameter: str | None,
 ) -> Adapter:
-    """Return the adapter of a module."""
+    """Return the adapter of a module, or of a parameter of it."""
     base = base_module = _base_module(name)
-    if not base.endswith(".weight") and not FLAT_PREFIX.match(base):
+    if parameter:
+        base = base_module = f"{base}.{parameter}"
+    elif not base.endswith(".weight") and not FLAT_PREFIX.match(base):
         base = f"{base}.weight"
-    names = _factor_names(module)
-
-    def unsupported(reason: str) -> Adapter:
-        return Adapter(base, "unsupported", dict(module.tensors), (), note=reason)
-
     formula = module.formula
     if formula is not None:
         return _by_formula(base, base_module, module, formula, shapes=shapes, scales=scales)
-    problem = scales.problem_of(name, module)
+    names = _factor_names(module)
+    problem = scales.problem_of(name, module, parameter)
     if problem or names is None:
-        return unsupported(problem or "one of its factors is missing")
+        return _unsupported(base, module, problem or "one of its factors is missing")
     form, a, b = names
     first, second = shapes[a], shapes[b]
     if form == "mlx":
         first, second = first[::-1], second[::-1]
     fits = len(first) >= 2 and len(second) >= 2 and first[0] == second[1] and first[0] > 0
     if not fits or math.prod(second[2:]) != 1 or (form and len(first) != 2):
-        return unsupported(f"its factors have the shapes {list(shapes[a])} and {list(shapes[b])}")
-    rank = first[0]
-    alpha, scale, note = scales.find(base_module, module, rank)
+        problem = f"its factors have the shapes {list(shapes[a])} and {list(shapes[b])}"
+        return _unsupported(base, module, problem)
     is_transposed = form == "embedding" or (scales.is_transposed and len(first) == 2)
     left, right, shape = b, a, (second[0], *first[1:])
     if is_transposed:
         left, right, shape = a, b, (first[1], second[0])
-    tensors = {"left": left, "right": right}
-    if "magnitude" in module.tensors:
-        tensors["magnitude"] = module.tensors["magnitude"]
-    extents = shapes.get(tensors.get("magnitude", ""), ())
-    if extents and not _are_of_outputs(extents, shape[int(is_transposed)]):
-        return unsupported(f"its magnitudes have the shape {list(extents)}")
-    return Adapter(
+    adapter = Adapter(
         base,
-        "dora" if "magnitude" in tensors else "lora",
-        tensors,
+        "lora",
+        {"left": left, "right": right},
         shape,
-        rank,
-        alpha,
-        scale,
-        note,
+        first[0],
         is_transposed=is_transposed or form == "mlx",
         out_axis=int(is_transposed),
         is_linear=not form and len(first) == 2,
     )
+    if parameter is not None:
+        return _of_parameter(adapter, module, scales)
+    scale = scales.find(base_module, module, adapter.rank)
+    return _with_magnitudes(replace(adapter, **scale._asdict()), module, shapes)
+
+
+def _unsupported(base: str, module: _AdaptedModule, problem: str) -> Adapter:
+    return Adapter(base, "unsupported", dict(module.tensors), (), note=problem)
+
+
+def _of_parameter(adapter: Adapter, module: _AdaptedModule, scales: _Scales) -> Adapter:
+    """Return the adapter of a parameter, whose factors several experts may share."""
+    rank, count = scales.rank(adapter.base), adapter.rank or 0
+    if rank is None or count % rank or not adapter.is_linear:
+        problem = f"adapter_config.json states the rank {rank}, and its factors have the rank "
+        return _unsupported(adapter.base, module, f"{problem}{count}")
+    experts = count // rank
+    return replace(
+        adapter,
+        kind="lora" if experts == 1 else "experts",
+        shape=adapter.shape if experts == 1 else (experts, *adapter.shape),
+        rank=rank,
+        experts=experts,
+        is_parameter=True,
+        **scales.find(adapter.base, module, rank)._asdict(),
+    )
+
+
+def _with_magnitudes(
+    adapter: Adapter, module: _AdaptedModule, shapes: Mapping[str, tuple[int, ...]]
+) -> Adapter:
+    """Return an adapter with the magnitudes of DoRA, if its module has them."""
+    name = module.tensors.get("magnitude")
+    if name is None:
+        return adapter
+    if shapes[name] and not _are_of_outputs(shapes[name], adapter.shape[adapter.out_axis]):
+        problem = f"its magnitudes have the shape {list(shapes[name])}"
+        return _unsupported(adapter.base, module, problem)
+    return replace(adapter, kind="dora", tensors={**adapter.tensors, "magnitude": name})
 
 
 def _are_of_outputs(extents: tuple[int, ...], outputs: int) -> bool:
@@ -369,16 +432,26 @@ class _Scales:
         self.problem = problem_of_options(options)
         self.is_dora = options.get("use_dora") is True
         self.is_transposed = options.get("fan_in_fan_out") is True
+        self.targets = Targets(options)
 
-    def problem_of(self, name: str, module: _AdaptedModule) -> str:
+    def problem_of(self, name: str, module: _AdaptedModule, parameter: str | None) -> str:
         """Return why the adapter of a module is unsupported; empty if it is supported."""
         method = module.method or self.stated
         if method is not None:
             return method.note
         if self.is_dora and _factor_names(module) and "magnitude" not in module.tensors:
             return "the config states DoRA, but its magnitude is missing"
-        is_nested = name.endswith(_NESTED)
-        return problem_of_options({"target_parameters": True}) if is_nested else self.problem
+        if parameter == "" or (parameter is None and name.endswith(_NESTED)):
+            return self.targets.problem_of(_base_module(name))
+        if parameter is not None and (self.is_transposed or self.is_dora):
+            return "DoRA and fan_in_fan_out of parameters are unsupported"
+        return self.problem
+
+    def rank(self, name: str) -> int | None:
+        """Return the rank that the config states for a parameter; None without one."""
+        config = self.config or {}
+        rank, problem = _by_pattern(config.get("rank_pattern"), name, config.get("r"))
+        return rank if type(rank) is int and rank > 0 and not problem else None
 
     def rows(self, name: str) -> tuple[int, ...]:
         """Return the indices of the trained tokens of an embedding, as the config states them."""
@@ -408,7 +481,7 @@ class _Scales:
             config = {k[len(part) :]: v for k, v in self.metadata.items() if k.startswith(part)}
             name = name.removeprefix(part)
         is_of_pipeline = any(
-            FLAT_PREFIX.match(n) or _PART.match(n) for n in module.tensors.values()
+            FLAT_PREFIX.match(n) or PART_OF_PIPELINE.match(n) for n in module.tensors.values()
         )
         if not config and is_of_pipeline:
             return Scale(None, 1.0)  # as kohya and diffusers do
@@ -429,27 +502,22 @@ class _Scales:
         parameters = config.get("lora_parameters")  # of MLX
         if isinstance(parameters, dict) and _number(parameters.get("scale")) is not None:
             return Scale(None, _number(parameters["scale"]))
-        alphas = config.get("alpha_pattern")
-        alpha = config.get(formula.alpha)
-        for pattern, value in alphas.items() if isinstance(alphas, dict) else ():
-            fits = _is_pattern_of(str(pattern), name)
-            if fits is None:
-                return Scale(note=f"the pattern {shown(str(pattern))} of alpha is too complex")
-            if fits:
-                alpha = value
-                break
+        alpha, problem = _by_pattern(config.get("alpha_pattern"), name, config.get(formula.alpha))
+        if problem:
+            return Scale(note=f"the pattern {problem} of alpha is too complex")
         is_root = config.get("use_rslora") is True
         return formula.scale(_number(alpha, math.nan), rank, is_root=is_root)
 
 
-def _is_pattern_of(pattern: str, name: str) -> bool | None:
-    """Return whether PEFT applies a pattern to a module; None if matching could take long."""
-    if pattern.startswith("^"):
-        return is_match(f"{pattern}$", name)
-    words = name.split(".")
-    ends = [".".join(words[first:]) for first in range(len(words))]
-    matches = [is_match(f"{pattern}$", end) for end in ends]
-    return None if None in matches else any(matches)
+def _by_pattern(values: Any, name: str, default: Any) -> tuple[Any, str]:
+    """Return the value of the first pattern that fits a name, and a pattern that is too complex."""
+    for pattern, value in values.items() if isinstance(values, dict) else ():
+        fits = fits_pattern(str(pattern), name)
+        if fits is None:
+            return default, shown(str(pattern))
+        if fits:
+            return value, ""
+    return default, ""
 
 
 def _number(value: Any, default: Any = None) -> Any:
@@ -457,67 +525,3 @@ def _number(value: Any, default: Any = None) -> Any:
     if not is_number or not -_LARGEST <= value <= _LARGEST:  # nor NaN
         return default
     return float(value)
-
-
-# --- base models ---------------------------------------------------------------------------------
-
-
-class BaseMatches(NamedTuple):
-    """Adapters and the tensors of a base model."""
-
-    #: By the names of the tensors in the model.
-    matches: dict[str, list[tuple[Adapter, Counterpart]]]
-    #: Tensors that the model lacks.
-    missing: list[str]
-    #: Trained heads among them that the model has tied to its embeddings.
-    heads: list[Adapter]
-
-
-def match_bases(
-    adapters: Sequence[Adapter],
-    structure: Structure,
-    names: Collection[str],
-    source: str = "",
-    types: Sequence[str] = (),
-) -> BaseMatches:
-    """Find the tensors of adapters in a base model.
-
-    The folder in `source` may name the part of a pipeline that the model is, and `types` has the
-    types of the model that the adapter states.
-
-    Raises
-    ------
-    ValueError
-        If an adapter fits several tensors, or several adapters fit one.
-    """
-    folder = re.split(r"[/\\]", source)[-2:]
-    counterparts = Counterparts(structure, names, part_of_pipeline(folder), types)
-    lists = counterparts.find([_requested(adapter) for adapter in adapters])
-    matches: dict[str, list[tuple[Adapter, Counterpart]]] = {}
-    missing, heads = [], []
-    with_adapters = {c.name for of_adapter in lists for c in of_adapter if not c.is_tied}
-    for adapter, of_adapter in zip(adapters, lists, strict=True):
-        # A head that was trained and saved as a whole is no longer tied.
-        used = [c for c in of_adapter if not c.is_tied or adapter.kind != "saved"]
-        for counterpart in used:
-            is_twin = counterpart.is_tied and counterpart.name in with_adapters
-            if not is_twin or adapter.is_product or adapter.kind == "update":
-                matches.setdefault(counterpart.name, []).append((adapter, counterpart))
-        if of_adapter and not used:
-            heads.append(adapter)
-        if not used and not adapter.is_optional:
-            missing.append(adapter.base)
-    return BaseMatches(matches, missing, heads)
-
-
-def _requested(adapter: Adapter) -> Requested:
-    """Return the tensor that an adapter changes, as the adapter names it."""
-    base = adapter.base
-    is_flat = FLAT_PREFIX.match(base) is not None
-    match = _PART.match(base)
-    part = "" if match is None else PIPELINE_PARTS[match[1] or match[2]]
-    prefix = match[0] if match else "lycoris_" if is_flat else ""
-    path, param = base.removeprefix(prefix), "weight"
-    if not is_flat:
-        path, _, param = path.rpartition(".")
-    return Requested(path, param, part, prefix, is_flat, adapter.shape)

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter, defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import dask
@@ -20,8 +20,9 @@ import xarray as xr
 
 from xckpt.arrays.derived import checkpoints_in, is_computed, lazies_in, with_blocks, with_values
 from xckpt.arrays.keys import normalize, result_shape
+from xckpt.datasets.adapter_bases import fitted, match_bases, problem_of
 from xckpt.datasets.adapter_updates import matrices_of, rotary_order, update_rows
-from xckpt.datasets.adapters import Adapter, find_adapters, match_bases
+from xckpt.datasets.adapters import Adapter, find_adapters
 from xckpt.datasets.losses import losses
 from xckpt.datasets.row_orders import other_orders
 from xckpt.datasets.stacking import replace_tensors, unstack_modules
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from xckpt.datasets.tied_heads import UntiedHead
-    from xckpt.structure.counterparts import Counterpart
 
 _SCALED = (
     "updates of an adapter are multiplied by {:g}, as arithmetic applies to each of their factors "
@@ -99,6 +99,14 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         variables[head.name] = _as_new(variables[head.table])
     if is_model and _are_as_large(matches, variables, changes):
         raise _no_change(changes)
+    parameters = [a.base for a in adapters if a.is_parameter and a.base in missing]
+    if parameters:
+        raise UnsupportedError(
+            f"the model has no known counterpart of {some(parameters, 'parameters')}",
+            path=changes.source or None,
+            rule="Adapter",
+            hint="Merge the adapter with PEFT, into the model that it was trained on",
+        )
     if not matches:
         raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
     new = _new_tensors(adapters, missing, changes)
@@ -200,7 +208,7 @@ def _matches(
         f"{name}: {problem}"
         for name, of_tensor in pairs.items()
         for adapter, counterpart in of_tensor
-        if (problem := _problem(adapter, counterpart))
+        if (problem := problem_of(adapter, counterpart))
     }
     if problems:
         reasons = "; ".join(sorted(problems)[:_MOST_PROBLEMS])
@@ -209,7 +217,7 @@ def _matches(
     for name, of_tensor in pairs.items():
         ordered = sorted(of_tensor, key=lambda pair: pair[1].is_tied)
         of_name = matches.get(name, []) + [
-            _fitted(adapter, shapes[name], counterpart) for adapter, counterpart in ordered
+            fitted(adapter, shapes[name], counterpart) for adapter, counterpart in ordered
         ]
         if of_name[0].kind == "update":  # which has its own tensor, or is of a tied one
             update, *tied = of_name
@@ -225,33 +233,6 @@ def _matches(
     if head is not None:
         matches[head.name] = [] if head.adapter is None else [head.adapter]
     return matches, [base for base in missing if base not in {a.base for a in heads}], head
-
-
-def _fitted(adapter: Adapter, shape: tuple[int, ...], counterpart: Counterpart) -> Adapter:
-    """Return an adapter with the axes, and the order of rows, of a tensor of the model."""
-    if adapter.is_turned(shape, counterpart):
-        return adapter.turned()
-    if counterpart.is_permuted:
-        return replace(adapter, heads=counterpart.heads, is_undone=counterpart.is_undone)
-    return adapter
-
-
-def _problem(adapter: Adapter, counterpart: Counterpart) -> str:
-    """Return why the rows of an adapter are not known in a tensor; empty if they are."""
-    if counterpart.problem:
-        return counterpart.problem
-    if counterpart.is_permuted is None:
-        return "the model may have the rows of its heads in another order than the adapter"
-    if counterpart.is_permuted:
-        problem = "the model has the rows of its heads in another order than the adapter"
-        if not counterpart.heads:
-            return f"{problem}, and states no number of heads"
-        rows = adapter.shape[0] if adapter.shape else 0
-        if adapter.out_axis or rows % (2 * counterpart.heads):
-            return f"{problem}, whose update has {rows:,} rows"
-    if counterpart.slot or counterpart.split[1]:
-        return "the model fuses other tensors than the adapter"
-    return ""
 
 
 def _no_change(changes: OpenTensors) -> ValueError:
@@ -369,6 +350,8 @@ class _Change:
     def rows(self) -> Any:
         """Rows of the adapter in the order of the tensor."""
         adapter = self.adapter
+        if adapter.part is not None:
+            return adapter.part
         if not adapter.heads:
             return ...
         return rotary_order(adapter.shape[0], adapter.heads, is_undone=adapter.is_undone)
@@ -393,7 +376,13 @@ class _Change:
             value = (value if self.axes is None else value.transpose(self.axes))[rows]
             return weight + (value if self.factor == 1 else value * value.dtype.type(self.factor))
         matrices = matrices_of(adapter, self.tensors)
-        if "left" in matrices:
+        if adapter.kind == "experts":  # with the chunks of the weight
+            by_expert, outputs, inputs = weight.chunks
+            left_factor = matrices["left"][:, adapter.part or slice(None)]
+            matrices["left"] = left_factor.rechunk((by_expert, outputs, -1))
+            matrices["right"] = matrices["right"].rechunk((by_expert, -1, inputs))
+            rows = ...
+        elif "left" in matrices:
             left_factor = matrices["left"][rows].rechunk({1: -1})
             # Rows as in the weight, so that its chunks stay whole.
             is_by_rows = all(len(sizes) == 1 for sizes in weight.chunks[1:])

@@ -15,8 +15,9 @@ A requested tensor that several tensors of the model fit is an error that names 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.errors import shown, some
@@ -48,6 +49,7 @@ _TOWERS = frozenset({"vision", "audio"})
 _FUSED = {
     "attention.qkv": ("attention.query", "attention.key", "attention.value"),
     "ffn.gate_up": ("ffn.gate", "ffn.up"),
+    "expert.gate_up": ("expert.gate", "expert.up"),
 }
 # Slots with rows that rotary position embeddings turn, in the order of the library.
 _TURNED = frozenset({"attention.query", "attention.key", "attention.qkv"})
@@ -96,6 +98,8 @@ class Counterpart(NamedTuple):
     is_undone: bool = False
     #: Whether it is the embedding that the requested head is tied to.
     is_tied: bool = False
+    #: Number of the expert that it is, if the requested tensor has all of them.
+    expert: int | None = None
     #: Axis of the outputs of the weight; None if it is unknown.
     outputs: int | None = None
     #: Why it cannot be used.
@@ -128,6 +132,8 @@ class _Spelling:
     position: Position
     inner: str
     alternates: bool | None
+    #: Whether fused parts alternate.
+    is_interleaved: bool = False
 
 
 @dataclass
@@ -155,7 +161,8 @@ class Counterparts:
             names = self._fitting(request, candidates)
             if len(names) > 1:
                 raise _ambiguous(request, names)
-            lists.append([self._same(name) for name in names] or self._by_place(request))
+            same = [self._same(name) for name in names]
+            lists.append(same or self._by_expert(request) or self._by_place(request))
         return self._without_rivals(requested, lists)
 
     def is_permuted(self, name: str, requested: Requested) -> bool | None:
@@ -332,6 +339,42 @@ class Counterparts:
             raise _ambiguous(request, names)
         return [counterparts[name] for name in names]
 
+    def _by_expert(self, request: Requested) -> list[Counterpart]:
+        """Return the tensors of the experts that a requested tensor has along its first axis."""
+        for spelling in dict.fromkeys(self._spellings(request) if len(request.shape) == 3 else ()):
+            counterparts = self._experts(request, spelling)
+            if counterparts:
+                count, requested = len(counterparts), request.shape[0]
+                if count == requested:
+                    return list(chain.from_iterable(counterparts))
+                more = "more than " if count > requested else ""
+                problem = (
+                    f"{shown(request.name)} has {requested:,} experts in the adapter, and "
+                    f"{more}{min(count, requested):,} in the model"
+                )
+                return [counterparts[0][0]._replace(problem=problem)]
+        return []
+
+    def _experts(self, request: Requested, spelling: _Spelling) -> list[list[Counterpart]]:
+        """Return the counterparts of the experts, of at most one more than are requested."""
+        experts: list[list[Counterpart]] = []
+        is_stack = spelling.slot.startswith("expert.")
+        slots = _FUSED.get(spelling.slot, (spelling.slot,)) if is_stack else ()
+        while slots and len(experts) <= request.shape[0]:
+            index = ("expert", len(experts))
+            at_expert = replace(spelling, position=(*spelling.position, index))
+            members = [self._at(request, at_expert, slot) for slot in slots]
+            if any(len(member) != 1 for member in members):
+                break
+            names = tuple([name for [(name, _)] in members])
+            experts.append([
+                self._counterpart(at_expert, name, place)._replace(
+                    split=(number, names) if len(names) > 1 else (0, ()), expert=len(experts)
+                )
+                for number, [(name, place)] in enumerate(members)
+            ])  # fmt: skip
+        return experts
+
     def _instead_of(self, slot: str) -> str | None:
         is_untied = slot == "output" and self.structure.facts.is_untied
         return None if is_untied else _INSTEAD.get(slot)
@@ -352,6 +395,8 @@ class Counterparts:
         problem = ""
         if place.slot != spelling.slot and place.is_interleaved:
             problem = f"{name} has its parts head by head"
+        elif place.slot != spelling.slot and spelling.is_interleaved:
+            problem = f"the parts of {name} alternate in the adapter"
         elif place.slot != spelling.slot and is_permuted is not False:
             problem = f"{name} has the rows of each head in another order"
         return Counterpart(
@@ -388,7 +433,8 @@ class Counterparts:
                         inner = match.row.component
                         inner = inner if inner in _INNER else ""
                         alternates = table.alternates(match.row, types)
-                        yield _Spelling(table.name, *position, inner, alternates)
+                        is_interleaved = "interleaved" in match.row.flags
+                        yield _Spelling(table.name, *position, inner, alternates, is_interleaved)
 
 
 @lru_cache(maxsize=1 << 12)
