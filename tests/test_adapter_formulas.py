@@ -442,3 +442,20 @@ class TestSquareExperts:
         adapter, base = self.square(DOWN)
         with pytest.raises(UnsupportedError, match=r"down_proj.*square matrices"):
             xckpt.open(base).ckpt.merge(adapter)
+
+    @pytest.mark.parametrize(("module", "kind"), [("mlp", "gpt-oss"), ("feed_forward", "llama4")])
+    @pytest.mark.parametrize("names", [(GATE_UP, DOWN), (DOWN,)])
+    def test_inputs_before_outputs_are_not_divided(
+        self, names: tuple[str, ...], module: str, kind: str
+    ) -> None:
+        adapter, _ = self.square(*names)
+        arrays = {name.replace("mlp", module): adapter[name].values for name in adapter}
+        attrs = {**adapter.attrs, "config": {"model_type": kind.replace("-", "_")}}
+        base = {"ffn_gate_exps": (EXPERTS, EMBD, EMBD), "ffn_up_exps": (EXPERTS, EMBD, EMBD),
+                "ffn_down_exps": (EXPERTS, EMBD, EMBD), "ffn_gate_inp": (EXPERTS, EMBD),
+                "attn_q": (EMBD, EMBD), "attn_norm": (EMBD,)}  # fmt: skip
+        model = xckpt.open({f"blk.0.{n}.weight": numbers(*shape) for n, shape in base.items()})
+        with pytest.raises(UnsupportedError, match=r"order of axes|alternate|counterpart"):
+            model.assign_attrs({"general.architecture": kind}).ckpt.merge(
+                xckpt.open(arrays).assign_attrs(attrs)
+            )

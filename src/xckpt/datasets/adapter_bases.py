@@ -83,7 +83,7 @@ def _turned_experts(
     for name, changes in matches.items():
         shape = tuple(structure.described(name).shape)
         for adapter, _ in changes:
-            if adapter.kind == "experts" and len(shape) == len(adapter.shape):
+            if adapter.kind == "experts" and sorted(shape) == sorted(adapter.shape):
                 is_square = shape[1] == shape[2]
                 orders[name] = None if is_square else adapter.turned().shape == shape
     stated = {order for order in orders.values() if order is not None}

@@ -133,7 +133,9 @@ class _Spelling:
     inner: str
     alternates: bool | None
     #: Whether fused parts alternate.
-    is_interleaved: bool = False
+    is_interleaved: bool
+    #: Whether it is a stack of experts with inputs before outputs.
+    is_in_first: bool
 
 
 @dataclass
@@ -397,6 +399,8 @@ class Counterparts:
             problem = f"{name} has its parts head by head"
         elif place.slot != spelling.slot and spelling.is_interleaved:
             problem = f"the parts of {name} alternate in the adapter"
+        elif spelling.is_in_first and (place.slot != spelling.slot or place.outputs == 0):
+            problem = f"{name} may have another order of axes than the adapter"
         elif place.slot != spelling.slot and is_permuted is not False:
             problem = f"{name} has the rows of each head in another order"
         return Counterpart(
@@ -406,7 +410,7 @@ class Counterparts:
             heads=0 if is_permuted is False else self._heads(spelling.slot),
             is_undone=spelling.alternates is True or place.alternates is False,
             is_tied=spelling.slot == "output" and place.slot == "token_embedding",
-            outputs=place.outputs,
+            outputs=None if spelling.is_in_first else place.outputs,
             problem=problem,
         )
 
@@ -433,8 +437,10 @@ class Counterparts:
                         inner = match.row.component
                         inner = inner if inner in _INNER else ""
                         alternates = table.alternates(match.row, types)
-                        is_interleaved = "interleaved" in match.row.flags
-                        yield _Spelling(table.name, *position, inner, alternates, is_interleaved)
+                        flags = match.row.flags
+                        is_in_first = "in_first" in flags and slot.startswith("expert.")
+                        orders = alternates, "interleaved" in flags, is_in_first
+                        yield _Spelling(table.name, *position, inner, *orders)
 
 
 @lru_cache(maxsize=1 << 12)
