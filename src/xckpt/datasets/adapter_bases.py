@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.datasets.adapter_methods import FLAT_PREFIX
 from xckpt.datasets.adapters import PART_OF_PIPELINE
-from xckpt.errors import shown
 from xckpt.structure.counterparts import PIPELINE_PARTS, Counterparts, Requested, part_of_pipeline
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def _in_order(
     if adapter.kind != "experts":
         return adapter, counterpart
     if is_turned is None and counterpart.outputs != 1:
-        problem = f"{shown(counterpart.name)} has square matrices, whose order of axes is unknown"
+        problem = "its experts are square matrices, whose order of axes is unknown"
         return adapter, counterpart._replace(problem=problem)
     return (adapter.turned() if is_turned else adapter), counterpart
 

@@ -398,9 +398,9 @@ class Counterparts:
         if place.slot != spelling.slot and place.is_interleaved:
             problem = f"{name} has its parts head by head"
         elif place.slot != spelling.slot and spelling.is_interleaved:
-            problem = f"the parts of {name} alternate in the adapter"
+            problem = "its parts alternate in the adapter"
         elif spelling.is_in_first and (place.slot != spelling.slot or place.outputs == 0):
-            problem = f"{name} may have another order of axes than the adapter"
+            problem = "it may have another order of axes than the adapter"
         elif place.slot != spelling.slot and is_permuted is not False:
             problem = f"{name} has the rows of each head in another order"
         return Counterpart(
