@@ -666,7 +666,8 @@ def test_half_precision_of_vectors_is_a_warning(tmp_path: Path) -> None:
     values = {"blk.0.ffn_up.weight": np.ones((4, 32)), "blk.0.ffn_norm.weight": np.ones(32)}
     state = {name: array.astype("f4") for name, array in values.items()}
     ds = xckpt.open(state).assign_attrs({"general.architecture": "llama"})
-    path, options = tmp_path / "m.gguf", {"dtype": "float16", "cast": "allow"}
+    path = tmp_path / "m.gguf"
+    options: Any = {"dtype": "float16", "cast": "allow"}
     text = r"llama\.cpp does not compute.*: 'blk\.0\.ffn_norm\.weight'"
     with pytest.warns(xckpt.CheckpointWarning, match=text):
         ds.ckpt.save(path, **options)

@@ -1369,10 +1369,12 @@ class TestSizesOfParts:
             stem = f"{tower}_model.encoder.layers.{{}}.{{}}_proj.weight"
             modules = [f"self_attn.{kind}" for kind in ("q", "k", "v", "out")]
             names = [stem.format(n, module) for n in range(layers) for module in modules]
-            widths = {f"{tower}_model.final_layer_norm.weight": (width,)}
+            widths: dict[str, tuple[int, ...]] = {
+                f"{tower}_model.final_layer_norm.weight": (width,)
+            }
             projection = {"text": "text", "vision": "visual"}[tower]
             widths |= {f"{projection}_projection.weight": (6, width)}
-            return dict.fromkeys(names, (width, width)) | widths
+            return {**dict.fromkeys(names, (width, width)), **widths}
 
         self.write(stated | {"vision_config": text}, shapes("text", 2, 8) | shapes("vision", 2, 8))
         rng = np.random.default_rng(1)
