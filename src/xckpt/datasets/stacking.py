@@ -123,7 +123,9 @@ def _lost_stacks(flat: Flat) -> tuple[str, list[str]]:
             is_of_name = is_numbered and str(dim) in str(name).split(".")[:-1]
             if is_of_name and not is_made_by_stacking(coords[dim]):
                 names[str(dim)].append(str(name))
-    return _NO_RECORD.format(", ".join(map(repr, names))), [n for of in names.values() for n in of]
+    return _NO_RECORD.format(", ".join(map(repr, names))), [
+        n for of_dim in names.values() for n in of_dim
+    ]
 
 
 def replace_tensors(obj: Obj, changed: Mapping[str, xr.Variable]) -> Obj:

@@ -145,11 +145,11 @@ def _check_sizes(
         extents.pop("layer", None)
     elif layers:
         extents["layer"] = {len(layers)}
-    for axis, found in extents.items():
+    for axis, present in extents.items():
         factors = [sizes[name] for name in axis.split("*") if name in sizes]
         product = prod([size.value for size in factors])
-        if len(factors) == axis.count("*") + 1 and found != {product}:
-            new = " and ".join(map(str, sorted(found)))
+        if len(factors) == axis.count("*") + 1 and present != {product}:
+            new = " and ".join(map(str, sorted(present)))
             keys = [f"{fit.place(size)} {size.value}" for size in factors]
             was = f" instead of {product}" if len(keys) > 1 else ""
             fit.problems.append(f"{' and '.join(keys)}: the tensors have {new}{was}")

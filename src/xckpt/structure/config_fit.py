@@ -431,7 +431,7 @@ def _exchanged(fit: ConfigFit, structure: Structure, new: Collection[str]) -> li
     """Return tensors that are gone from layers that have others, whose kinds the user edited."""
     if not edited_kinds(fit):
         return []
-    others = {parse_name(name).outermost for name in new if name not in structure}
+    changed = {parse_name(name).outermost for name in new if name not in structure}
     of_layers = [name for name in structure if "layer" in dict(structure[name].indices)]
     layers: dict[str, set[str]] = defaultdict(set)  # that have a tensor of the same name
     for name in of_layers:
@@ -441,7 +441,7 @@ def _exchanged(fit: ConfigFit, structure: Structure, new: Collection[str]) -> li
         name
         for name in of_layers
         if name not in new
-        and parse_name(name).outermost in others
+        and parse_name(name).outermost in changed
         and len(layers[drop_indices(parse_name(name).template)]) < count
     ]
 

@@ -247,8 +247,8 @@ def listed(
     changes.add_all(_UNNUMBERED, tensors.unnumbered())
     if not tensors.format:
         reason, stacks = lost_stacks(obj)
-        whole = [name for name in stacks if name in variables]
-        changes.add_all(f"stacks written as one tensor, as {reason}", whole)
+        written = [name for name in stacks if name in variables]
+        changes.add_all(f"stacks written as one tensor, as {reason}", written)
     dims = {dim for variable in variables.values() for dim in variable.dims}
     for dim, coord in tensors.stacked_dims().items():
         numbers = [] if coord is None else np.atleast_1d(coord.values).tolist()
