@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
 _SHOWN = 3
 _LAYER_KEYS = (*KEYS["layer"], "n_layers")
-# In keys that state kinds of layers: `mlp_only_layers`, `layer_types`, `first_k_dense_replace`; and
-# at the end of those of numbers of layers.
+# Words of keys that state kinds of layers (`mlp_only_layers`, `layer_types`,
+# `first_k_dense_replace`), and ends of keys that state numbers of layers.
 _KINDS, _COUNTS = ("layer", "dense", "sparse"), ("layer", "layers")
 _TIED = "tie_word_embeddings"
 _CLASSES = "architectures"
@@ -420,7 +420,7 @@ def _ranges(numbers: Collection[int]) -> str:
 
 
 def edited_kinds(fit: ConfigFit) -> list[str]:
-    """Return the edited keys that state which layers are of which kind."""
+    """Return the edited keys that state the kinds of layers."""
     keys = [key for key in fit.edited if any(word in key for word in _KINDS)]
     return sorted([
         key for key in keys if not (type(fit.config.get(key)) is int and key.endswith(_COUNTS))

@@ -204,7 +204,7 @@ class Fitting:
         for payload, request in self._with_requests(gathered.payloads):
             if (stored := _stored_part(payload)) is not None:
                 first = parts.setdefault(stored.place, stored.part)
-                # Tied tensors have parts of their own, and copies by the user share one.
+                # Tied tensors have different parts; copies by the user share one.
                 if first is not stored.part:
                     self.changes.add(_SHARED, payload.name)
             for before, after in self._stored_forms(payload, request, names):

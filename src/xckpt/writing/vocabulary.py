@@ -234,12 +234,12 @@ def _places_of(chosen: Array, rows: Array) -> Iterator[tuple[int, Array]]:
     """Yield the places of chosen rows among others, each with the row."""
     start = np.ascontiguousarray(rows[:, :_PREFIX]) if len(chosen) else rows[:0]
     width = start.itemsize * start.shape[1] if len(chosen) else 1
-    wanted = {row[:_PREFIX].tobytes(): row for row in chosen}
+    by_prefix = {row[:_PREFIX].tobytes(): row for row in chosen}
     data = start.tobytes()
     prefixes = (data[place * width : (place + 1) * width] for place in range(len(start)))
-    places = (place for place, prefix in enumerate(prefixes) if prefix in wanted)
+    places = (place for place, prefix in enumerate(prefixes) if prefix in by_prefix)
     for place in islice(places, _MOST_PLACES):
-        row = wanted[start[place].tobytes()]
+        row = by_prefix[start[place].tobytes()]
         if np.array_equal(rows[place], row):
             yield place, row
 
@@ -257,7 +257,7 @@ def is_head_apart(tensors: Mapping[str, WantedTensor], structure: Structure) -> 
 
 
 class LayersInMemory:
-    """Tensors of layers in memory, of which those that are equal to stored ones are known."""
+    """Tensors of layers in memory, and the stored tensors that they equal."""
 
     def __init__(self, structure: Structure, stored: Stored) -> None:
         self._structure, self._stored = structure, stored
