@@ -656,6 +656,16 @@ class TestResults:
         xckpt.convert("lora", "converted/", set_attrs={"adapter_config": new})
         assert json.loads(Path("converted/adapter_config.json").read_text()) == new
 
+    def test_the_config_of_a_part_of_an_adapter_is_written_if_it_is_edited(self) -> None:
+        adapter = xckpt.open("lora", tensors="*layers.0.*")
+        text = r"""lacks 4 of its 6 .*; attrs\["adapter_config"\] with changes"""
+        with pytest.warns(CheckpointWarning, match=text):
+            adapter.ckpt.save("out/")
+        assert names("out") == ["adapter_model.safetensors"]
+        new = adapter.attrs["adapter_config"] | {"target_modules": ["layers.0.self_attn.q_proj"]}
+        adapter.assign_attrs(adapter_config=new).ckpt.save("out/", overwrite=True)
+        assert json.loads(Path("out/adapter_config.json").read_text()) == new
+
     def test_the_config_of_a_new_rank_is_written(self) -> None:
         a, b = xckpt.open("lora"), xckpt.open("lora-2")
         config = a.attrs["adapter_config"] | {"r": 4, "lora_alpha": 8}

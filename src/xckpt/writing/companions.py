@@ -198,8 +198,9 @@ def companions_of(
     _check_experts(changes, origin, tensors.values(), fit.config)
     of_adapter = (parsed | stated).get(ADAPTER_CONFIG) or {}
     adapter = origin.edited(ADAPTER_CONFIG, of_adapter)
-    dropped = _other_ranks(adapter, before, after)
-    dropped |= _reasons(fit, [*files, *stated], len(before))
+    has_new_adapter = adapter != of_adapter  # which the user states for these tensors
+    dropped = _reasons(fit, [*files, *stated], len(before), has_new_adapter=has_new_adapter)
+    dropped |= _other_ranks(adapter, before, after)
     # Kernels of codes compute in the type that the config states.
     fitted = fit.config if quantized else _with_types(fit.config, after)
     new = parsed | stated | ({CONFIG: fitted} if config else {})
@@ -472,13 +473,18 @@ def _difference(existing: Path, content: bytes | Path) -> str:
     return f"states {some(states or keys, 'values', 3)}" if keys else ""
 
 
-def _reasons(fit: ConfigFit, names: Collection[str], count: int) -> dict[str, str]:
+def _reasons(
+    fit: ConfigFit, names: Collection[str], count: int, *, has_new_adapter: bool
+) -> dict[str, str]:
     """Return the files that do not hold for the new tensors, with the reasons."""
     if fit.missing:
         total = counted(count, "tensor")
         lacks = f"the file lacks {len(fit.missing)} of its {total}: {some(fit.missing, '', 3)}"
-        reason = f'{lacks}; attrs["config"] with changes, as of "architectures", is written'
-        return dict.fromkeys(names, reason)
+        hint = '{}; attrs["{}"] with changes, as of "{}", is written'
+        reasons = dict.fromkeys(names, hint.format(lacks, "config", "architectures"))
+        if reasons.pop(ADAPTER_CONFIG, None) and not has_new_adapter:
+            reasons[ADAPTER_CONFIG] = hint.format(lacks, "adapter_config", "target_modules")
+        return reasons
     problems = [*filter(None, [fit.renamed]), *fit.problems]
     reasons = dict.fromkeys((CONFIG, *_OF_MODEL) if problems else (), "; ".join(problems))
     if fit.has_fewer_tokens:
