@@ -725,6 +725,16 @@ def test_a_tied_head_that_keeps_its_old_values_is_named(tmp_path: Path) -> None:
         assert "old values" not in text
 
 
+def test_stacks_that_were_computed_after_their_numbers_were_replaced_are_a_warning(
+    tmp_path: Path,
+) -> None:
+    a = opened(tmp_path / "a.safetensors", ALL, stack=True)
+    renumbered = (a * 2).assign_coords(layers=range(a.sizes["layers"]))
+    assert warnings_of(renumbered, tmp_path / "new.safetensors") == []
+    texts = warnings_of(renumbered.compute(), tmp_path / "new.safetensors")
+    assert any("stacks written as one tensor, as no record of the stack" in text for text in texts)
+
+
 class TestReductions:
     """Means of arrays in memory, of which xarray leaves out bfloat16, name what they lack."""
 

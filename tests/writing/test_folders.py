@@ -1534,6 +1534,27 @@ class TestSizesOfParts:
             ds.ckpt.save("out/")
         assert names_without_config("out")
 
+    def test_labels_that_the_old_config_leaves_out(self) -> None:
+        """Of two labels transformers states nothing."""
+        stated = {"model_type": "bert", "hidden_size": 16}
+        layer = {"bert.encoder.layer.0.attention.self.query.weight": (16, 16)}
+        self.write(stated, {**layer, "classifier.weight": (2, 16), "classifier.bias": (2,)})
+        ds = xckpt.open("base")
+        new = xr.DataArray(np.zeros((3, 16), "f4"), dims=ds["classifier.weight"].dims)
+        head = {"classifier.weight": new, "classifier.bias": new[:, 0]}
+        ds = ds.drop_vars([*head]).assign(head)
+        with pytest.warns(CheckpointWarning, match=r"see 'id2label', 'label2id'"):
+            ds.ckpt.save("out/")
+        names = dict(zip("012", "abc", strict=True))
+        numbers = {name: int(number) for number, name in names.items()}
+        edited = {**ds.attrs["config"], "id2label": names, "label2id": numbers}
+        ds.assign_attrs(config=edited).ckpt.save("out/", overwrite=True)
+        assert config("out") == edited
+        wrong = {**ds.attrs["config"], "id2label": {"0": "a"}}
+        with pytest.warns(CheckpointWarning, match=r"not copied .* as "):
+            ds.assign_attrs(config=wrong).ckpt.save("other/")
+        assert names_without_config("other")
+
     @pytest.mark.parametrize(
         "move",
         [

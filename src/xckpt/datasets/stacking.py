@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
 _NO_RECORD = (
-    "no record of the stack along {} is left, as zarr and netCDF do not keep it (unstack the "
-    "checkpoint before it is written)"
+    "no record of the stack along {} is left, as zarr, netCDF and a coordinate that replaces the "
+    "one of the stack keep none (unstack the checkpoint before it is written or computed)"
 )
 # Keys of the encoding that all members of a stack have in common.
 _COMMON = ("layout", "stored_dtype", "stored_order", "part", "declared")

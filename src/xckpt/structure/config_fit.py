@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
 _SHOWN = 3
+_LABELS = ("id2label", "label2id")
 _LAYER_KEYS = (*KEYS["layer"], "n_layers")
 # Words of keys that state kinds of layers (`mlp_only_layers`, `layer_types`,
 # `first_k_dense_replace`), and ends of keys that state numbers of layers.
@@ -171,10 +172,10 @@ def _check_edited_labels(
             fit.problems.append(other_rows(fit.place(size), size.value, new))
         elif size.value in old - new:
             fit.correct(size, *new)
-    labels, numbers = (fit.config.get(key) for key in ("id2label", "label2id"))
+    labels, numbers = (fit.config.get(key) for key in _LABELS)
     if isinstance(labels, dict) and isinstance(numbers, dict):
         pairs = {(str(number), str(label)) for number, label in labels.items()}
-        if fit.edited & {"id2label", "label2id"} and pairs != {
+        if not fit.edited.isdisjoint(_LABELS) and pairs != {
             (str(number), label) for label, number in numbers.items()
         }:
             is_edited = "label2id" in fit.edited
@@ -503,6 +504,8 @@ def _fit_axes(
     unexplained: dict[str, None] = {}
     keys: dict[str, None] = {}  # of the config, which may have to be edited
     problems: dict[str, str] = {}  # by key
+    # Models of two labels state none in their config.
+    labels = {count(fit.config.get(key)) for key in CONFIG_KEYS["label"] if key in fit.edited}
     for name in [name for name in old if name in new]:
         if len(old[name]) != len(new[name]):
             unexplained[name] = None
@@ -519,14 +522,13 @@ def _fit_axes(
             # Other axes may have the same extent, such as labels and layers.
             size = sizes[tower].get(axis or "")
             is_size = size.value == pair[0] if size is not None else "*" in (axis or "")
-            is_edited = pair[0] != pair[1] and pair[1] in edited
+            is_edited = pair[0] != pair[1] and pair[1] in (labels if axis == "label" else edited)
             if axis is not None and is_size and (size is not None or not is_edited):
                 extents[tower, axis].add(pair)
             elif pair[0] != pair[1] and number not in stated and not is_edited:
                 unexplained[name] = None
-                keys |= dict.fromkeys(
-                    key for key in CONFIG_KEYS.get(axis or "", ()) if key in fit.config
-                )
+                of_axis = [key for key in CONFIG_KEYS.get(axis or "", ()) if key in fit.config]
+                keys |= dict.fromkeys(of_axis or (_LABELS if axis == "label" else ()))
                 keys |= dict.fromkeys(unedited.get(number, ()))
     fit.problems += problems.values()
     for (tower, axis), pairs in extents.items():

@@ -245,10 +245,13 @@ def listed(
         if not isinstance(name, str):
             raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
     changes.add_all(_UNNUMBERED, tensors.unnumbered())
-    if not tensors.format:
-        reason, stacks = lost_stacks(obj)
-        written = [name for name in stacks if name in variables]
-        changes.add_all(f"stacks written as one tensor, as {reason}", written)
+    reason, stacks = lost_stacks(obj)
+    written = [
+        name
+        for name in stacks
+        if name in variables and variables[name].encoding.get("tensor") != name  # as in a file
+    ]
+    changes.add_all(f"stacks written as one tensor, as {reason}", written)
     dims = {dim for variable in variables.values() for dim in variable.dims}
     for dim, coord in tensors.stacked_dims().items():
         numbers = [] if coord is None else np.atleast_1d(coord.values).tolist()
