@@ -735,6 +735,20 @@ def test_stacks_that_were_computed_after_their_numbers_were_replaced_are_a_warni
     assert any("stacks written as one tensor, as no record of the stack" in text for text in texts)
 
 
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_counters_that_arithmetic_in_memory_made_floats_are_a_warning(
+    is_computed: bool, tmp_path: Path
+) -> None:
+    state = {"bn.weight": np.ones(4, "f4"), "bn.num_batches_tracked": np.array(3)}
+    xckpt.save(state, tmp_path / "a.safetensors")
+    a = xckpt.open(tmp_path / "a.safetensors")
+    mean = (a + a * 2) / 2
+    texts = warnings_of(mean.compute() if is_computed else mean, tmp_path / "new.safetensors")
+    assert any("counters are floats" in text for text in texts) == is_computed
+    dtype = xckpt.read_index(tmp_path / "new.safetensors").tensors["bn.num_batches_tracked"].dtype
+    assert dtype == ("float64" if is_computed else "int64")
+
+
 class TestReductions:
     """Means of arrays in memory, of which xarray leaves out bfloat16, name what they lack."""
 

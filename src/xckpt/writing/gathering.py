@@ -81,6 +81,10 @@ _NO_NUMBERS = (
     "stacks written as one tensor, as the coordinate with their numbers was dropped or replaced "
     "(ds.assign_coords(layers=ds['layers'].copy(data=numbers)) renumbers layers)"
 )
+_FLOAT_COUNTERS = (
+    "counters are floats, as values in memory do not know the integers that they were (save before "
+    "compute or load, or .astype('int64'))"
+)
 _UNNUMBERED = (
     "stacks written as one tensor, as a new name or a reduction leaves no place for their numbers "
     "(.ckpt.unstack() first keeps the numbers)"
@@ -252,6 +256,7 @@ def listed(
         if name in variables and variables[name].encoding.get("tensor") != name  # as in a file
     ]
     changes.add_all(f"stacks written as one tensor, as {reason}", written)
+    changes.add_all(_FLOAT_COUNTERS, _float_counters(tensors, variables))
     dims = {dim for variable in variables.values() for dim in variable.dims}
     for dim, coord in tensors.stacked_dims().items():
         numbers = [] if coord is None else np.atleast_1d(coord.values).tolist()
@@ -269,6 +274,19 @@ def listed(
     same_format = format is not None and root.encoding.get("format") == format
     inferred = _inferred_dims(variables, obj.attrs)
     return _iter_tensors(variables, changes, inferred, same_format=same_format), coords
+
+
+def _float_counters(tensors: OpenTensors, variables: Mapping[str, xr.Variable]) -> list[str]:
+    """Return counters of integers that arithmetic in memory made floats of."""
+    floats = [
+        name
+        for name, variable in variables.items()
+        if not variable.ndim
+        and variable.dtype == np.float64
+        and "stored_dtype" not in variable.encoding
+        and not (mapped_arrays(variable) or lazies_in(data_of(variable)))
+    ]
+    return [name for name in floats if tensors.structure.is_counter(name)]
 
 
 def _renumbered(dim: str, count: int) -> str:
