@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -88,20 +88,26 @@ def moved_tokens(
     for tensor, array, axis in _tables(tensors, structure):
         if axis is not None:
             distinct = sorted({n for n in numbers if n < tensor.shape[axis]})
-            checked = distinct[:_MOST_CHECKED]
-            lazy = stored(tensor.name)
-            in_place = [n for n in checked if _is_row_in_place(array, axis, n, lazy)]
-            return frozenset(distinct).difference(in_place)
+            values, lazy = _in_memory(array), stored(tensor.name)
+            is_in_order = (
+                partial(_is_row_in_place, array, axis)
+                if values is None
+                else partial(_is_stored_row, values, axis, lazy)
+            )
+            return frozenset(distinct).difference(filter(is_in_order, distinct[:_MOST_CHECKED]))
     return frozenset()
 
 
-def _is_row_in_place(array: Any, axis: int, row: int, stored: LazyArray | None) -> bool:
-    """Return whether a row of a table is the one that was there."""
+def _is_row_in_place(array: Any, axis: int, row: int) -> bool:
+    """Return whether a row of a table that is not in memory is the one that was there."""
     selected = _slice_of(array, axis)
     if selected is not None:
         return (selected.start or 0) + row * (selected.step or 1) == row
-    if (values := _in_memory(array)) is None:
-        return is_computed(array) and is_in_place(array, axis, row)
+    return is_computed(array) and is_in_place(array, axis, row)
+
+
+def _is_stored_row(values: Array, axis: int, stored: LazyArray | None, row: int) -> bool:
+    """Return whether a row of a table in memory equals the stored row of its number."""
     if stored is None or row >= stored.shape[axis]:
         return False
     key = (slice(None),) * axis + (slice(row, row + 1),)
@@ -232,14 +238,10 @@ def _is_costly(stored: LazyArray, axis: int) -> bool:
 
 def _places_of(chosen: Array, rows: Array) -> Iterator[tuple[int, Array]]:
     """Yield the places of chosen rows among others, each with the row."""
-    start = np.ascontiguousarray(rows[:, :_PREFIX]) if len(chosen) else rows[:0]
-    width = start.itemsize * start.shape[1] if len(chosen) else 1
     by_prefix = {row[:_PREFIX].tobytes(): row for row in chosen}
-    data = start.tobytes()
-    prefixes = (data[place * width : (place + 1) * width] for place in range(len(start)))
-    places = (place for place, prefix in enumerate(prefixes) if prefix in by_prefix)
-    for place in islice(places, _MOST_PLACES):
-        row = by_prefix[start[place].tobytes()]
+    prefixes = (row.tobytes() for row in rows[:, :_PREFIX]) if by_prefix else ()
+    places = ((n, by_prefix[prefix]) for n, prefix in enumerate(prefixes) if prefix in by_prefix)
+    for place, row in islice(places, _MOST_PLACES):
         if np.array_equal(rows[place], row):
             yield place, row
 
