@@ -5,7 +5,6 @@ A stacked variable has a record of its members; see `xckpt.datasets.stack_record
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -81,9 +80,10 @@ def stack_modules(
 
 def unstack_modules(obj: Obj) -> Obj:
     """Turn every stacked tensor into a separate variable again."""
-    flat = flatten(obj)._replace(variables=OpenTensors(obj).variables)
+    tensors = OpenTensors(obj)
+    flat = flatten(obj)._replace(variables=tensors.variables)
     if not any(map(stack_of, flat.variables.values())):
-        text, names = _lost_stacks(flat)
+        text, names = lost_stacks(tensors)
         if names:
             warn(f"nothing is unstacked: {text}")
         copied: Obj = rebuild(obj, flat)
@@ -108,24 +108,21 @@ def unstack_modules(obj: Obj) -> Obj:
     return result
 
 
-def lost_stacks(obj: xr.Dataset | xr.DataTree) -> tuple[str, list[str]]:
-    """Return the names of stacked tensors without a record of the stack, and the reason."""
-    return _lost_stacks(flatten(obj))
-
-
-def _lost_stacks(flat: Flat) -> tuple[str, list[str]]:
+def lost_stacks(tensors: OpenTensors) -> tuple[str, list[str]]:
+    """Return why stacks have no record, and the names of their tensors."""
     # They have a dimension with the name of a module and its numbers, which stacking did not make.
-    coords = {name: coord for of_node in flat.coords.values() for name, coord in of_node.items()}
-    names: dict[str, list[str]] = defaultdict(list)
-    for name, variable in flat.variables.items():
-        for dim in variable.dims:
-            is_numbered = dim in coords and coords[dim].dtype.kind in "iu"
-            is_of_name = is_numbered and str(dim) in str(name).split(".")[:-1]
-            if is_of_name and not is_made_by_stacking(coords[dim]):
-                names[str(dim)].append(str(name))
-    return _NO_RECORD.format(", ".join(map(repr, names))), [
-        n for of_dim in names.values() for n in of_dim
-    ]
+    dims = {
+        str(dim)
+        for dim, coord in tensors.coords.items()
+        if coord.dtype.kind in "iu" and not is_made_by_stacking(coord)
+    }
+    of_dims: dict[str, None] = {}
+    names = []
+    for name, variable in tensors.variables.items() if dims else ():
+        own = [d for d in map(str, variable.dims) if d in dims and d in str(name).split(".")[:-1]]
+        of_dims |= dict.fromkeys(own)
+        names += [str(name)] if own else []
+    return _NO_RECORD.format(", ".join(map(repr, of_dims))), names
 
 
 def replace_tensors(obj: Obj, changed: Mapping[str, xr.Variable]) -> Obj:

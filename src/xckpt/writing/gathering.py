@@ -249,7 +249,7 @@ def listed(
         if not isinstance(name, str):
             raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
     changes.add_all(_UNNUMBERED, tensors.unnumbered())
-    reason, stacks = lost_stacks(obj)
+    reason, stacks = lost_stacks(tensors)
     written = [
         name
         for name in stacks
