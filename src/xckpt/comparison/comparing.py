@@ -26,7 +26,13 @@ from xckpt.comparison.measure import (
 )
 from xckpt.comparison.pairs import Match, pair_of
 from xckpt.comparison.relate import relate_known
-from xckpt.comparison.variables import Compared, add_attrs, by_variable, deferred_values, unread
+from xckpt.comparison.variables import (
+    ComparedVariable,
+    add_attrs,
+    by_variable,
+    deferred_values,
+    unread,
+)
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_filters
@@ -259,7 +265,7 @@ def compare(
     )
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
     rows = relate_known(rows, places, cache=cache)
-    variables = [Compared(*of_one) for of_one in zip(entries, rows, strict=True)]
+    variables = [ComparedVariable(*of_one) for of_one in zip(entries, rows, strict=True)]
     sums: dict[str, tuple[float, ...]] = {}
     find: Any = partial(_compare_all, progress=progress, cache=cache, sums=sums)
     if dim is not None:
@@ -367,7 +373,7 @@ def _warn_of_no_match(
 
 
 def _compare_all(
-    variables: Sequence[Compared],
+    variables: Sequence[ComparedVariable],
     *,
     progress: ProgressOption,
     cache: bool,
@@ -402,7 +408,7 @@ def _compare_all(
 
 
 def _add_codes(
-    variables: Sequence[Compared],
+    variables: Sequence[ComparedVariable],
     sums: Mapping[str, tuple[float, ...]],
     progress: ProgressOption,
     *,
@@ -432,10 +438,10 @@ def _add_codes(
 # --- channels and blocks -------------------------------------------------------------------------
 
 
-def _along(dim: Reduced, variables: Sequence[Compared]) -> list[Compared]:
+def _along(dim: Reduced, variables: Sequence[ComparedVariable]) -> list[ComparedVariable]:
     """Select the variables that have any of the dimensions, and lay out their channels."""
     lengths = reduced_lengths(dim, [variable.entry for variable in variables])
-    selected: list[Compared] = []
+    selected: list[ComparedVariable] = []
     for variable in variables:
         entry, matches = variable.entry, variable.matches
         is_alone = not any(match.measured for match in matches)
@@ -455,7 +461,9 @@ def _along(dim: Reduced, variables: Sequence[Compared]) -> list[Compared]:
     return selected
 
 
-def _compare_channels(variables: Sequence[Compared], *, progress: ProgressOption) -> list[Array]:
+def _compare_channels(
+    variables: Sequence[ComparedVariable], *, progress: ProgressOption
+) -> list[Array]:
     """Compare all pairs by channels; return the values of variables."""
     pairs, grids = [], []
     for variable in variables:

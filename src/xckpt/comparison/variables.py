@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Compared:
+class ComparedVariable:
     """A variable of the result: the matches of its tensors, their statistics and attributes."""
 
     entry: Entry
@@ -63,7 +63,9 @@ class Compared:
         self.attrs[key] = by_place if self.entry.dims else by_place[0]
 
 
-def deferred_values(find: Callable[..., list[Array]], variables: Sequence[Compared]) -> list[Any]:
+def deferred_values(
+    find: Callable[..., list[Array]], variables: Sequence[ComparedVariable]
+) -> list[Any]:
     """Return dask arrays of the statistics, whose graphs hold no opened object."""
     shapes = [(len(MEASURES), *variable.shape) for variable in variables]
     alone = [replace(v, entry=v.entry._replace(tensors=None, streams=())) for v in variables]
@@ -71,7 +73,7 @@ def deferred_values(find: Callable[..., list[Array]], variables: Sequence[Compar
 
 
 def by_variable(
-    variables: Sequence[Compared],
+    variables: Sequence[ComparedVariable],
     statistics: Iterable[Sequence[float]],
     unread: Callable[[Match], Sequence[float]],
 ) -> list[Array]:
@@ -101,7 +103,7 @@ def unread(row: Match) -> list[float]:
     return [statistics.get(measure, nan) for measure in MEASURES]
 
 
-def add_attrs(variables: Sequence[Compared], *, has_names: bool) -> None:
+def add_attrs(variables: Sequence[ComparedVariable], *, has_names: bool) -> None:
     """Add the attributes of each variable: shapes that differ, names in `b`, and steps."""
     all_matches = [match for variable in variables for match in variable.matches]
     has_names |= any(match.partner and match.partner.rule == TIED for match in all_matches)

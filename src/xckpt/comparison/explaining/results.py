@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.outcome import Explanation
     from xckpt.comparison.merges import Merges
     from xckpt.comparison.pairs import Match
-    from xckpt.comparison.variables import Compared
+    from xckpt.comparison.variables import ComparedVariable
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.progress import ProgressOption
     from xckpt.typing import Array
 
 
-def add_links(variables: Iterable[Compared], places: Places) -> None:
+def add_links(variables: Iterable[ComparedVariable], places: Places) -> None:
     """Link both sides of each match, to be examined in the pass that measures them."""
 
     def link(match: Match) -> Link | None:
@@ -52,7 +52,7 @@ def add_links(variables: Iterable[Compared], places: Places) -> None:
 
 
 def merges_of(
-    adapter: Any, ours: OpenTensors, variables: Iterable[Compared], storage_options: Any
+    adapter: Any, ours: OpenTensors, variables: Iterable[ComparedVariable], storage_options: Any
 ) -> Merges | None:
     """Return the merges of an adapter into the tensors of `a`; None without an adapter."""
     if adapter is None:
@@ -63,7 +63,7 @@ def merges_of(
 
 
 def add_explanations(
-    variables: Sequence[Compared],
+    variables: Sequence[ComparedVariable],
     places: Places,
     sums: dict[str, tuple[float, ...]],
     progress: ProgressOption,
