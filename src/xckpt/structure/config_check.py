@@ -31,8 +31,10 @@ _NO_LAYERS = (
     "no tensor has the name of a layer, as names in a stack from zarr or netCDF have no numbers "
     "(save the checkpoint as it was opened, or .ckpt.unstack() it before to_zarr)"
 )
+#: Keys that name labels.
+LABELS = ("id2label", "label2id")
 #: Keys of configs by the name of an axis.
-CONFIG_KEYS = KEYS | {"label": ("num_labels", "num_classes", "id2label", "label2id")}
+CONFIG_KEYS = KEYS | {"label": ("num_labels", "num_classes", *LABELS)}
 # Sections of timm, which builds a model of these classes whatever the config states beside them.
 _CLASSES, _SECTIONS_OF_CLASSES = "num_classes", ("model_args", "pretrained_cfg")
 

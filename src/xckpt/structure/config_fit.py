@@ -15,6 +15,7 @@ from xckpt.errors import some
 from xckpt.formatting import counted
 from xckpt.structure.config_check import (
     CONFIG_KEYS,
+    LABELS,
     ConfigFit,
     check_config,
     count,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
 _SHOWN = 3
-_LABELS = ("id2label", "label2id")
 _LAYER_KEYS = (*KEYS["layer"], "n_layers")
 # Words of keys that state kinds of layers (`mlp_only_layers`, `layer_types`,
 # `first_k_dense_replace`), and ends of keys that state numbers of layers.
@@ -172,10 +172,10 @@ def _check_edited_labels(
             fit.problems.append(other_rows(fit.place(size), size.value, new))
         elif size.value in old - new:
             fit.correct(size, *new)
-    labels, numbers = (fit.config.get(key) for key in _LABELS)
+    labels, numbers = (fit.config.get(key) for key in LABELS)
     if isinstance(labels, dict) and isinstance(numbers, dict):
         pairs = {(str(number), str(label)) for number, label in labels.items()}
-        if not fit.edited.isdisjoint(_LABELS) and pairs != {
+        if not fit.edited.isdisjoint(LABELS) and pairs != {
             (str(number), label) for label, number in numbers.items()
         }:
             is_edited = "label2id" in fit.edited
@@ -528,7 +528,7 @@ def _fit_axes(
             elif pair[0] != pair[1] and number not in stated and not is_edited:
                 unexplained[name] = None
                 of_axis = [key for key in CONFIG_KEYS.get(axis or "", ()) if key in fit.config]
-                keys |= dict.fromkeys(of_axis or (_LABELS if axis == "label" else ()))
+                keys |= dict.fromkeys(of_axis or (LABELS if axis == "label" else ()))
                 keys |= dict.fromkeys(unedited.get(number, ()))
     fit.problems += problems.values()
     for (tower, axis), pairs in extents.items():

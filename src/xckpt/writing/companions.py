@@ -26,7 +26,13 @@ from xckpt.formatting import counted
 from xckpt.index import StoredList
 from xckpt.quantization.model import parse_json
 from xckpt.storage import write_file
-from xckpt.structure.config_check import ConfigFit, check_config, check_extents, check_labels
+from xckpt.structure.config_check import (
+    LABELS,
+    ConfigFit,
+    check_config,
+    check_extents,
+    check_labels,
+)
 from xckpt.structure.config_fit import (
     check_kinds,
     edited_kinds,
@@ -44,6 +50,7 @@ from xckpt.writing.origins import (
     ADAPTER_CONFIG,
     CONFIG,
     PARSED,
+    TYPE,
     Origin,
     is_readable,
     origin_of,
@@ -82,8 +89,6 @@ _CONTRADICTED_ATTRS = "attributes that the tensors contradict"
 _TOKENS = "tokenizer.ggml.tokens"
 _OTHER_TOKENS = "lists of the tokenizer stay as they are, which llama.cpp compares with the tables"
 _ADDED = "tensors that {}/ lacks, which libraries ignore or refuse"
-_TYPE = "model_type"
-_LABELS = ("id2label", "label2id")
 _OTHER_EXPERTS = "rows of routers that are in another order than the experts"
 _UNKNOWN_TOKENS = "{} names tokens that have no row"
 _MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers)"
@@ -144,10 +149,10 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     _check_experts(changes, origin, payloads, fit.config)
     if _TOKENS in attrs and fit.has_other_tokens:
         changes.add(_OTHER_TOKENS, f"{_TOKENS}: {len(attrs[_TOKENS])}")
-    structure = Structure(after)
-    if are_rows_moved(payloads, structure, stored=origin.array):
+    structure, numbers = Structure(after), [number for _, number in numbers_of_tokens(stated)]
+    has_tokens = _TOKENS in attrs or bool(numbers)
+    if has_tokens and are_rows_moved(payloads, structure, stored=origin.array):
         changes.add_all(f"{_REORDERED} than in", [_TOKENS] if _TOKENS in attrs else [])
-        numbers = [number for _, number in numbers_of_tokens(stated)]
         moved = moved_tokens(payloads, structure, numbers, origin.array)
         changes.add_all(_MOVED_TOKENS.format("attributes"), _keys_of_tokens(stated, moved))
     new = {key: value for key, value in fit.config.items() if key in stated}
@@ -184,7 +189,7 @@ def companions_of(
     stated = {name: config for name, config in origin.configs.items() if name not in files}
     config = (parsed | stated).get(CONFIG) or {}
     edited = origin.edited(CONFIG, config)
-    if edited.get(_TYPE) != config.get(_TYPE):
+    if edited.get(TYPE) != config.get(TYPE):
         before = []  # the tensors of another model
     fit = _fit(config, edited, before, after, tensors)
     old_names = [tensor.name for tensor in before]
@@ -267,7 +272,7 @@ def _check_order(
         fit.has_reordered_tokens = are_rows_moved(tensors, structure, stored=origin.array)
     if fit.has_reordered_tokens:
         fit.moved_tokens = moved_tokens(tensors, structure, numbers, origin.array)
-    labels = [key for key in _LABELS if key in fit.config and key not in fit.edited]
+    labels = [key for key in LABELS if key in fit.config and key not in fit.edited]
     if labels and are_rows_moved(tensors, structure, "label", origin.array):
         fit.problems.append(f"the labels are in another order than in {some(labels, '')}")
     if CONFIG not in files:
@@ -429,6 +434,7 @@ def _add_changes(
     changes: Changes, contents: Mapping[str, bytes | Path], fit: ConfigFit, target: Target
 ) -> None:
     """Add new values of a config that is written, and files that stay and differ."""
+    has_other_tokens = fit.has_fewer_tokens or bool(fit.moved_tokens)
     for name, content in contents.items():
         existing = Path(target.companion(name))
         if existing.exists() and not target.overwrite:
@@ -445,7 +451,7 @@ def _add_changes(
                 changes.add_all(_MOVED_TOKENS.format(name), moved)
             if fit.contradicted_key:
                 changes.add("labels of config.json that an edit contradicts", fit.contradicted_key)
-        elif name == _GENERATION and isinstance(content, Path):
+        elif name == _GENERATION and isinstance(content, Path) and has_other_tokens:
             generation = read_json(content) or {}
             size = sizes_stated_in(fit.config).get("vocab")
             if size and fit.has_fewer_tokens:

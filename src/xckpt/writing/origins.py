@@ -22,13 +22,15 @@ from xckpt.structure.facts import declarations_in, model_facts
 from xckpt.structure.info import Described, Role
 from xckpt.structure.model import Structure
 from xckpt.writing.payloads import Gathered, source_files
+from xckpt.writing.vocabulary import no_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from xckpt.arrays import LazyArray
     from xckpt.index import Index, Tensor
     from xckpt.storage import Source
+    from xckpt.writing.vocabulary import Stored
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 #: Files whose JSON objects may name code.
@@ -36,7 +38,8 @@ PARSED = frozenset({CONFIG, "tokenizer_config.json", "processor_config.json"})
 # Names that libraries look for in the place of "model": peft, mlx-lm, diffusers.
 _ADAPTER = "adapter_model"
 _STEMS = frozenset({_ADAPTER, "adapters", "diffusion_pytorch_model"})
-_TYPE = "model_type"
+#: Key of the type of a model.
+TYPE = "model_type"
 _MOST_FOLDERS = 16
 _LARGEST_NBYTES = 256 << 20
 _LARGEST_CONFIG_NBYTES = 16 << 20
@@ -55,7 +58,7 @@ class Origin:
     #: Names of the tensors that hold a quantised one, by its name.
     codes: Mapping[str, Collection[str]] = field(default_factory=dict)
     #: Makes the array of a stored tensor, given its name; None if it is not known.
-    array: Callable[[str], LazyArray | None] = lambda _: None
+    array: Stored = no_array
     #: Names of tensors by the file and the offset of their parts.
     places: Mapping[tuple[Path, int], str] = field(default_factory=dict)
     #: Folders of the other checkpoints, and configs in the attributes by the name of their file.
@@ -76,7 +79,7 @@ class Origin:
             before, unedited = config, [config, self.in_file, *map(read_json, paths)]
         if edited is None or edited in unedited:
             return dict(config)
-        if before.get(_TYPE) != config.get(_TYPE):  # the config of another model was edited
+        if before.get(TYPE) != config.get(TYPE):  # the config of another model was edited
             return dict(edited)
         new = {key: value for key, value in edited.items() if before.get(key, ...) != value}
         return {key: config[key] for key in config if key in edited or key not in before} | new
