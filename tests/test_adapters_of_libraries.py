@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,6 +87,34 @@ def test_what_peft_merges_is_verified(kind: str, tied: bool, tmp_path: Path) -> 
     ours = xckpt.open(base).ckpt.merge(adapter)
     for tensor, expected in xckpt.open(merged).items():
         np.testing.assert_allclose(ours[tensor], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("edit", "left_out"),
+    [
+        ({"target_modules": ["q_proj"]}, 4),
+        ({"target_modules": r"model\.layers\.0\..*(q|v|down)_proj"}, 3),
+        ({"layers_to_transform": [0]}, 3),
+        ({"layers_to_transform": 0}, 3),
+        ({}, 0),
+    ],
+)
+def test_modules_that_the_config_leaves_out_are_named(
+    edit: dict[str, Any], left_out: int, tmp_path: Path
+) -> None:
+    modules = ["q_proj", "v_proj", "down_proj"]
+    base, adapter, _ = merge(llama(), peft.LoraConfig(**LORA, target_modules=modules), tmp_path)
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", xckpt.CheckpointWarning)
+        xckpt.open(base).ckpt.merge(adapter)
+    messages = [str(w.message) for w in caught if "leave out modules" in str(w.message)]
+    assert len(messages) == bool(left_out)
+    assert all("v_proj.weight" in text for text in messages)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    names = [name for name, _ in peft.PeftModel.from_pretrained(model, adapter).named_modules()]
+    assert sum(name.endswith("_proj.lora_A") for name in names) == 6 - left_out
 
 
 def test_conv1d_of_gpt2_is_verified(tmp_path: Path) -> None:

@@ -150,6 +150,8 @@ _OF_EXPERTS = (
 )  # fmt: skip
 _MOST_WORDS = 4  # from the end of a name
 _MOST_MODULES = 64  # inside each other
+_ALL = "all-linear"  # target_modules of any name
+_LAYER = re.compile(r".*?\.[^.]*\.(\d{1,9})\.")  # the first number, as PEFT finds it
 
 
 def method_of_config(config: Mapping[str, Any] | None) -> Method | None:
@@ -203,6 +205,9 @@ class Targets:
     def __init__(self, config: Mapping[str, Any]) -> None:
         modules, parameters = config.get("target_modules"), config.get("target_parameters")
         self._modules = modules if isinstance(modules, str) else frozenset(_texts(modules))
+        layers = None if config.get("layers_pattern") else config.get("layers_to_transform")
+        layers = layers if isinstance(layers, list) else [layers]
+        self._layers = {layer for layer in layers if isinstance(layer, int)}
         # Names by the ends of their modules; names without a module have the end "".
         self._parameters: dict[str, list[str]] = {}
         for path in _texts(parameters):
@@ -226,6 +231,16 @@ class Targets:
         if len(names) != count or (count > 1 and not names.keys() <= set(_OF_EXPERTS)):
             return None
         return tuple(sorted(names, key=_OF_EXPERTS.index) if count > 1 else names)
+
+    def leaves_out(self, module: str) -> bool:
+        """Return whether PEFT does not adapt a module, although the file may have its factors."""
+        if not self._modules or self._modules == _ALL:
+            return False
+        if isinstance(self._modules, str):
+            return is_match(f"{self._modules}$", module) is False
+        layer = _LAYER.match(module) if self._layers else None
+        is_other_layer = layer is not None and int(layer[1]) not in self._layers
+        return is_other_layer or not self._has_module(module, _ends(module))
 
     def problem_of(self, module: str) -> str:
         """Return why the adapters of unknown parameters of a module are unsupported."""

@@ -58,6 +58,11 @@ _TIED = (
     "ensure_weight_tying is set, the adapter was trained with the old head, which stays after "
     "base = base.assign({{{head!r}: base[{table!r}]}})"
 )
+_LEFT_OUT = (
+    "target_modules or layers_to_transform in adapter_config.json leave out modules whose factors "
+    "are in the file: {}; they are merged too, unlike by PEFT "
+    "(adapter = adapter.ckpt.find(...) chooses factors)"
+)
 #: Parts that no scale multiplies, by the kind of adapter.
 _UNSCALED = {
     "tensors of the adapter that replace tensors of the model, as modules_to_save do,": (
@@ -81,7 +86,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
             f"nothing to merge: {shown(changes.source) if changes.source else 'the object'} has no "
             "tensors, as a pattern that matches none, or arithmetic, left them out"
         )
-    _warn_of_operands(OpenTensors(obj), changes)
+    _warn_of_operands(OpenTensors(obj), changes, adapters)
     is_model = scale != 1 and not adapters and (changes.format is not None or _is_model(changes))
     if is_model and scale is None:
         raise _no_change(changes)
@@ -154,8 +159,13 @@ def _ties_head(changes: OpenTensors) -> bool:
     return isinstance(config, dict) and config.get("ensure_weight_tying") is True
 
 
-def _warn_of_operands(model: OpenTensors, changes: OpenTensors) -> None:
-    """Warn of tensors that changes lack, and of factors that arithmetic changed."""
+def _warn_of_operands(
+    model: OpenTensors, changes: OpenTensors, adapters: Sequence[Adapter]
+) -> None:
+    """Warn of tensors that changes lack, and of factors that are left out or were changed."""
+    left_out = [adapter.base for adapter in adapters if adapter.is_left_out]
+    if left_out:
+        warn(_LEFT_OUT.format(some(left_out)))
     mapped = [entry for v in model.variables.values() for entry in mapped_arrays(v)]
     sources = {model.source, *model.origins(1), *[entry.opened.source for entry in mapped]}
     bases = set(map(base_name, sources))
