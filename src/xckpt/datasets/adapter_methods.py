@@ -232,7 +232,7 @@ class Targets:
             return None
         return tuple(sorted(names, key=_OF_EXPERTS.index) if count > 1 else names)
 
-    def leaves_out(self, module: str) -> bool:
+    def omits(self, module: str) -> bool:
         """Return whether PEFT does not adapt a module, although the file may have its factors."""
         if not self._modules or self._modules == _ALL:
             return False

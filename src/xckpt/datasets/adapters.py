@@ -121,7 +121,7 @@ class Adapter:
     expert: int | None = None  # that the change is of, if it is of one
     part: slice | None = None  # rows of the change that the tensor of the model has
     is_parameter: bool = False  # whether the config names a parameter instead of a module
-    is_left_out: bool = False  # by PEFT, as target_modules of the config do not name its module
+    is_omitted: bool = False  # by PEFT, as target_modules of the config do not name its module
 
     @property
     def is_product(self) -> bool:
@@ -337,7 +337,7 @@ def _adapter(
         is_transposed=is_transposed or form == "mlx",
         out_axis=int(is_transposed),
         is_linear=not form and len(first) == 2,
-        is_left_out=parameter is None and scales.targets.leaves_out(base_module),
+        is_omitted=parameter is None and scales.targets.omits(base_module),
     )
     if parameter is not None:
         return _of_parameter(adapter, module, scales)

@@ -58,7 +58,7 @@ _TIED = (
     "ensure_weight_tying is set, the adapter was trained with the old head, which stays after "
     "base = base.assign({{{head!r}: base[{table!r}]}})"
 )
-_LEFT_OUT = (
+_OMITTED = (
     "target_modules or layers_to_transform in adapter_config.json leave out modules whose factors "
     "are in the file: {}; they are merged too, unlike by PEFT "
     "(adapter = adapter.ckpt.find(...) chooses factors)"
@@ -162,10 +162,10 @@ def _ties_head(changes: OpenTensors) -> bool:
 def _warn_of_operands(
     model: OpenTensors, changes: OpenTensors, adapters: Sequence[Adapter]
 ) -> None:
-    """Warn of tensors that changes lack, and of factors that are left out or were changed."""
-    left_out = [adapter.base for adapter in adapters if adapter.is_left_out]
-    if left_out:
-        warn(_LEFT_OUT.format(some(left_out)))
+    """Warn of tensors that changes lack, and of factors that PEFT omits or arithmetic changed."""
+    omitted = [adapter.base for adapter in adapters if adapter.is_omitted]
+    if omitted:
+        warn(_OMITTED.format(some(omitted)))
     mapped = [entry for v in model.variables.values() for entry in mapped_arrays(v)]
     sources = {model.source, *model.origins(1), *[entry.opened.source for entry in mapped]}
     bases = set(map(base_name, sources))
