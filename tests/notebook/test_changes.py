@@ -65,6 +65,17 @@ SENTENCES = [
 ]
 
 
+def test_only_changes_from_zeros_are_called_so() -> None:
+    rng = np.random.default_rng(0)
+    weights = {f"layers.{n}.fc.weight": rng.normal(size=(8, 8)).astype(F32) for n in range(8)}
+    biases = {name.replace("weight", "bias"): np.zeros(8, F32) for name in weights}
+    new = {name: values * F32.type(1.01) for name, values in weights.items()}
+    new |= {name: values + F32.type(0.1) for name, values in biases.items()}
+    text = repr(xckpt.compare(weights | biases, new).ckpt)
+    assert "fc.bias of layers 0 to 7 changed from zeros (8 tensors)" in text
+    assert "fc.weight of layers 0 to 7 changed by 1 % (8 tensors)" in text
+
+
 @pytest.mark.parametrize("explain", [False, True])
 def test_exceptions_come_first_and_the_rest_last(pair: tuple[str, str], explain: bool) -> None:
     text = repr(xckpt.compare(*pair, explain=explain).ckpt).splitlines()

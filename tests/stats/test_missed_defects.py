@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,6 +94,16 @@ def test_a_matrix_of_rank_one_is_named_in_half_precision() -> None:
     rank_one(tensors["layers.3.up.weight"])
     half = {name: values.astype("f2") for name, values in tensors.items()}
     assert rules(half) == {("layers.3.up.weight", "rank_one")}
+
+
+@pytest.mark.parametrize("size", [500.0, 1e5])
+def test_a_matrix_with_one_large_element_has_no_rank_of_one(size: float) -> None:
+    tensors = trained()
+    tensors["layers.3.up.weight"][2, 5] = size
+    assert ("layers.3.up.weight", "lone_element") in rules(tensors)
+    assert "rank_one" not in {rule for _, rule in rules(tensors)}
+    text = xckpt.findings(tensors, progress=False)["explanation"].str.cat()
+    assert re.search(r"elsewhere 0\.0*[1-9]", text)
 
 
 def test_a_factor_of_a_low_rank_has_no_rank_of_its_own() -> None:

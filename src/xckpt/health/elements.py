@@ -259,7 +259,7 @@ class LoneElement(Rule):
             words = " and ".join(evidence.channel_words(int(row)))
             sentence = (
                 f"the element in {words} {place} is {ratio[row]:.0f} standard deviations, and "
-                f"the largest elsewhere {following_ratio[row]:.1f}"
+                f"the largest elsewhere {following_ratio[row]:.2g}"
             )
             yield self.finding(evidence, row, ratio[row], sentence)
 

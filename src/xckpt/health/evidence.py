@@ -258,7 +258,9 @@ class Evidence:
         row_of_top, column = np.unravel_index(np.argmax(np.abs(matrix)), matrix.shape)
         top = matrix[row_of_top]
         product = np.outer(matrix[:, column], top / top[column])
-        return bool(np.linalg.norm(matrix - product) <= self.rounding * np.linalg.norm(matrix))
+        # One large element is most of the norm of a matrix, and not of each row.
+        lengths = np.linalg.norm(matrix, axis=1)
+        return bool((np.linalg.norm(matrix - product, axis=1) <= self.rounding * lengths).all())
 
     def slot(self, row: int) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""

@@ -202,13 +202,20 @@ def _percent(size: float) -> str:
 
 
 def _levels(sizes: Sequence[float]) -> list[int]:
-    """Return the number of the cluster of each size; the largest gaps separate clusters."""
+    """Return the number of the cluster of each size; the largest gaps separate clusters.
+
+    Changes from zeros are a cluster of their own, and so are unknown sizes.
+    """
     logs = sorted({log(size) for size in sizes if 0 < size < inf})
     gaps = [(after - before, after) for before, after in pairwise(logs)]
     wide = sorted([gap for gap in gaps if gap[0] > log(_GAP)])[-_MOST_GAPS:]
     starts = [start for _, start in wide]
     return [
-        sum([log(size) >= start for start in starts]) if 0 < size < inf else (size > 0) * len(wide)
+        sum([log(size) >= start for start in starts])
+        if 0 < size < inf
+        else len(wide) + 1
+        if size == inf
+        else -isnan(size)
         for size in sizes
     ]
 
