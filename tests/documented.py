@@ -7,6 +7,7 @@ import shutil
 import struct
 from typing import TYPE_CHECKING, Any
 
+import h5py
 import ml_dtypes
 import numpy as np
 import xarray as xr
@@ -175,6 +176,9 @@ def _write_formats(folder: Path) -> None:
     for name in ("step_100.checkpoint", "step_100.metadata.json"):
         xckpt.save({"w": weight}, folder / name)
     xckpt.save({"layer.0.w": weight}, folder / "weights.npz")
+    for name in ("a", "b"):
+        with h5py.File(folder / f"{name}.weights.h5", "w") as file:
+            file["layers/dense/vars/0"] = weight
     weights = primitiv_files.parameter(primitiv_files.tensor(weight))
     content = primitiv_files.model((["w"], weights))
     (folder / "m.model").write_bytes(primitiv_files.file(0x300, content))

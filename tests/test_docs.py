@@ -39,7 +39,7 @@ BLOCK = re.compile(
 # Blocks that cannot run here, by what they begin with.
 ELSEWHERE = (
     *("from dask_jobqueue", "from dask_kubernetes", "from torch", "from jax", "from polars"),
-    *("# xckpt/formats/__init__.py", "from obspec_utils"),
+    *("from flax", "# xckpt/formats/__init__.py", "from obspec_utils"),
 )
 # Substitutes for services that this machine lacks.
 HERE = '"file://" + __import__("os").path.abspath'

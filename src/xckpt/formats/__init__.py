@@ -438,7 +438,10 @@ def writable(name: str) -> Format:
     format = get(name)
     if not format.can.types:
         writable_names = ", ".join(format.name for format in loaded() if format.can.types)
-        raise ValueError(f"format {name!r} is read-only; writable formats are: {writable_names}")
+        raise ValueError(
+            f"format {name!r} is read-only; writable formats are: {writable_names}; its "
+            "library can write the tensors (docs/how-to/other-libraries.md)"
+        )
     return format
 
 
