@@ -141,6 +141,7 @@ ELEMENT_TYPES: dict[str, ElementType] = {row.name: row for row in _ROWS}
 WIDE_FLOATS = frozenset(
     name for name, row in ELEMENT_TYPES.items() if row.kind == "float" and row.bits >= 16
 )
+HALF_FLOATS = frozenset(name for name in WIDE_FLOATS if ELEMENT_TYPES[name].bits == 16)
 
 #: Types of numpy by the code that ``.npy`` files have after the byte order.
 NUMPY_CODES: dict[str, str] = {row.numpy_code: row.name for row in _ROWS if row.numpy_code}

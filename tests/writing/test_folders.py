@@ -1062,7 +1062,21 @@ class TestNamesInStateDicts:
 # --- quantised models -----------------------------------------------------------------------------
 
 QUANTIZED: dict[str, Any] = {
-    "fp8": ("weight_scale_inv", {"weight_block_size": [8, 8]}, "modules_to_not_convert"),
+    "fp8": (
+        "weight_scale_inv",
+        {"weight_block_size": [8, 8], "modules_to_not_convert": ["lm_head"]},
+        "modules_to_not_convert",
+    ),
+    "fbgemm_fp8": (
+        "weight_scale",
+        {"modules_to_not_convert": ["lm_head"]},
+        "modules_to_not_convert",
+    ),
+    "bitsandbytes": (
+        "SCB",
+        {"load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
+        "llm_int8_skip_modules",
+    ),
     "compressed-tensors": (
         "weight_scale",
         {
@@ -1094,8 +1108,11 @@ def quantized(request: pytest.FixtureRequest) -> tuple[xr.Dataset, str]:
                 (rows // 8, columns // 8), 2, "f4"
             )
         else:
-            tensors[name] = (tensors[name] * 9).astype("i1")
+            code = ml_dtypes.float8_e4m3fn if request.param == "fbgemm_fp8" else "i1"
+            tensors[name] = (tensors[name] * 9).astype(code)
             tensors[name.removesuffix("weight") + scale] = np.full((rows, 1), 0.5, "f4")
+            if request.param == "bitsandbytes":
+                tensors[f"{name}_format"] = np.zeros((), "u1")
     write_model("q", 0, quantization_config={"quant_method": request.param, **declared})
     xckpt.save(tensors, "q/model.safetensors", overwrite=True)
     ds = xckpt.open("q")
@@ -1149,19 +1166,83 @@ class TestQuantizedModels:
         edited = ds.assign({f"{UP}.weight": ds[f"{UP}.weight"] * 2})
         with pytest.warns(CheckpointWarning, match=rf"quantization_config\.{key}: 1 more module"):
             edited.ckpt.save("out/")
+        assert f"{UP}.weight_format" not in xckpt.open("out", decode=False)
         before = config("q")["quantization_config"]
-        assert config("out")["quantization_config"] == before | {key: [*before.get(key, []), UP]}
+        assert config("out")["quantization_config"] == before | {key: [*before[key], UP]}
         np.testing.assert_array_equal(xckpt.open("out")[f"{UP}.weight"], edited[f"{UP}.weight"])
+
+    @pytest.mark.parametrize("is_tied", [False, True])
+    @pytest.mark.parametrize("stated", [{}, {"modules": None}])
+    def test_a_new_list_has_all_dense_modules_as_it_replaces_a_default(
+        self, quantized: tuple[xr.Dataset, str], stated: dict[str, Any], is_tied: bool
+    ) -> None:
+        _, key = quantized
+        declared = {k: v for k, v in config("q")["quantization_config"].items() if k != key}
+        declared |= dict.fromkeys([key] if stated else [])
+        tied = LLAMA | {"tie_word_embeddings": is_tied, "quantization_config": declared}
+        Path("q/config.json").write_text(json.dumps(tied))
+        if is_tied:
+            xckpt.open("q", decode=False).drop_vars(HEAD).ckpt.save("tied.safetensors")
+            Path("tied.safetensors").replace("q/model.safetensors")
+        ds = xckpt.open("q")
+        edited = ds.assign({f"{UP}.weight": ds[f"{UP}.weight"] * 2})
+        text = rf"quantization_config\.{key}: 3 modules \(was not stated\)"
+        with pytest.warns(CheckpointWarning, match=text):
+            edited.ckpt.save("out/")
+        listed = config("out")["quantization_config"][key]
+        assert sorted(listed) == ["lm_head", "model.embed_tokens", UP]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*no longer declared")
+            again = xckpt.open("out")
+            again.assign({f"{UP}.weight": again[f"{UP}.weight"] * 2}).ckpt.save("again/")
+        assert config("again") == config("out")
+
+    @pytest.mark.parametrize(
+        ("quantized", "dtype"), [("fp8", "bfloat16"), ("fp8", "float16")], indirect=["quantized"]
+    )
+    def test_a_merge_rounds_dense_weights_to_the_stated_type(
+        self, quantized: tuple[xr.Dataset, str], dtype: str
+    ) -> None:
+        stated = config("q") | {"torch_dtype": dtype}
+        Path("q/config.json").write_text(json.dumps(stated))
+        ds, name = xckpt.open("q"), f"{UP}.weight"
+        change = xr.full_like(ds[[name]].compute(), 0.1234567)
+        merged = ds.ckpt.merge(change).ckpt.merge(change, scale=0.5)
+        with pytest.warns(CheckpointWarning, match="no longer declared as quantised") as records:
+            merged.ckpt.save("out/")
+        assert "of another type" not in str(records[0].message)
+        saved = xckpt.open("out", decode=False)[name]
+        once = (ds[name] + change[name]).astype(dtype).astype("float32")
+        np.testing.assert_array_equal(saved, (once + 0.5 * change[name]).astype(dtype))
+        assert saved.dtype == dtype
+        wide = {name: {"dtype": "float32"}}
+        with pytest.warns(CheckpointWarning, match="of another type"):
+            merged.ckpt.save("wide/", encoding=wide, cast="allow")
+        total = ds[name] + change[name] + np.float32(0.5) * change[name]
+        np.testing.assert_array_equal(xckpt.open("wide")[name], total)
+        Path("q/config.json").write_text(json.dumps(stated | {"torch_dtype": "float32"}))
+        unstated = xckpt.open("q").ckpt.merge(change)
+        with pytest.warns(CheckpointWarning, match="no longer declared as quantised"):
+            unstated.ckpt.save("unstated/")
+        np.testing.assert_array_equal(xckpt.open("unstated")[name], ds[name] + change[name])
 
     def test_a_model_of_codes_keeps_its_type(self, quantized: tuple[xr.Dataset, str]) -> None:
         stated = json.loads(Path("q/config.json").read_text()) | {"dtype": "float16"}
         Path("q/config.json").write_text(json.dumps(stated))
         ds = xckpt.open("q")
         changed = [name for name in ds if ".layers.0." in str(name)]
-        text = r"of another type than float16 of config\.json.*down_proj\.weight float32"
-        with pytest.warns(CheckpointWarning, match=text):
-            ds.assign({name: ds[name] * 2 for name in changed}).ckpt.save("out/")
+        is_kept = config("q")["quantization_config"]["quant_method"] == "bitsandbytes"
+        use = "does not convert them to, beside bitsandbytes" if is_kept else "converts them to"
+        remedy = r"encoding=\{name: \{'dtype': 'float16'\}\}, cast='allow' writes float16"
+        edited = ds.assign({name: ds[name] * 2 for name in changed})
+        text = f"of another type than float16 of config.json, which transformers {use} "
+        with pytest.warns(CheckpointWarning, match=rf"{text}\({remedy}.*down_proj\.weight float32"):
+            edited.ckpt.save("out/")
         assert config("out")["dtype"] == "float16"
+        encoding = {str(name): {"dtype": "float16"} for name in changed}
+        with pytest.warns(CheckpointWarning, match="no longer declared") as records:
+            edited.ckpt.save("half/", encoding=encoding, cast="allow")
+        assert "of another type" not in str(records[0].message)
         with pytest.warns(CheckpointWarning, match="no longer declared as quantised"):
             (ds * 2).ckpt.save("dense/")
         assert config("dense")["dtype"] == "float32"
@@ -1904,9 +1985,8 @@ class TestEditedConfigs:
     def test_a_tensor_that_keeps_its_type_beside_another_one_of_the_config(self) -> None:
         write_model("c", 0, dtype="float32")
         encoding = {"*": {"dtype": "bfloat16"}, HEAD: {"dtype": "float32"}}
-        with pytest.warns(
-            CheckpointWarning, match=f"of another type than bfloat16.*{HEAD} float32"
-        ):
+        text = rf"another type than bfloat16.*\(dtype='bfloat16', cast='allow' .*{HEAD} float32"
+        with pytest.warns(CheckpointWarning, match=text):
             xckpt.open("c").ckpt.save("out/", encoding=encoding, cast="allow")
         assert config("out")["dtype"] == "bfloat16"
 

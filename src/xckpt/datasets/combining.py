@@ -29,9 +29,10 @@ from xckpt.datasets.stacking import replace_tensors, unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, split_step
 from xckpt.datasets.tied_heads import are_equal, stored_twice, tied_update, untied_head
 from xckpt.datasets.variables import mapped_arrays, require_positions
+from xckpt.elements import HALF_FLOATS, stored_dtype
 from xckpt.errors import UnsupportedError, shown, some, warn
 from xckpt.formatting import base_name
-from xckpt.structure.facts import model_facts
+from xckpt.structure.facts import declarations_in, model_facts, stated_dtype
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
@@ -120,8 +121,9 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         warn(f"the model lacks tensors that are to be changed: {some(missing)}")
     if scale not in {None, 1.0}:
         _warn_of_unscaled(matches)
+    half = _half_type(model)
     merged = {
-        name: _merged(name, variables[name], of_tensor, changes, scale)
+        name: _merged(name, _in_type(variables[name], half), of_tensor, changes, scale)
         if of_tensor
         else variables[name]
         for name, of_tensor in matches.items()
@@ -529,6 +531,24 @@ def _merged(
     total = array if before is None else _sum(before.total, steps)
     encoding["rounded"] = _Unrounded(rounded.name, array, total)
     return xr.Variable(variable.dims, rounded, variable.attrs, encoding)
+
+
+def _half_type(model: OpenTensors) -> str:
+    """Return the type that the config of a quantised model states; empty if it is not half."""
+    config = model.structure.facts.config
+    dtype = stated_dtype(config)
+    return dtype if dtype in HALF_FLOATS and any(declarations_in(config)) else ""
+
+
+def _in_type(variable: xr.Variable, dtype: str) -> xr.Variable:
+    """Return a quantised variable that is stored dense, in a type, once it is changed."""
+    if not dtype or variable.encoding.get("layout") != "quantized":
+        return variable
+    dense = _untied(variable, "parts", "scheme", "stored_as")
+    stored = stored_dtype(dtype)
+    nbytes = variable.size * stored.itemsize
+    dense.encoding |= {"layout": "dense", "stored_dtype": stored, "nbytes": nbytes}
+    return dense
 
 
 def _sum(array: Any, changes: Iterable[_Change]) -> Any:

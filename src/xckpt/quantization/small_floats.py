@@ -257,4 +257,6 @@ def _match_int8(model: Model, name: str, module: str, codes: Tensor) -> Weight:
         block=block, code="int8", bits=8, word_bits=8, axis=1, factor=_INT8_FACTOR
     )
     parts = {"data": view_as(codes), "scales": view_as(scales)}
+    if order is not None:  # which transformers takes for a part of a dense weight, too
+        parts["state"] = view_as(order)
     return Weight(name, codes.shape, quantization, parts)

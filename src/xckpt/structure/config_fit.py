@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import some
 from xckpt.formatting import counted
 from xckpt.structure.config_check import (
@@ -61,7 +62,7 @@ _PREFIXES = ("_orig_mod.", "module.", "model.", "transformer.")
 _ALL_DENSE = " (encoding={'*': {'layout': 'dense'}} writes all values, which need no declaration)"
 # Where methods of quantisation list modules that stay as they are.
 _EXCLUDED_KEYS = {
-    **dict.fromkeys(("fp8", "awq", "mxfp4"), "modules_to_not_convert"),
+    **dict.fromkeys(("fp8", "fbgemm_fp8", "awq", "mxfp4"), "modules_to_not_convert"),
     "compressed-tensors": "ignore",
     "bitsandbytes": "llm_int8_skip_modules",
 }
@@ -231,8 +232,18 @@ def numbers_of_tokens(section: Mapping[str, Any]) -> list[tuple[str, int]]:
     ]
 
 
-def fit_quantization(fit: ConfigFit, dense: Sequence[str], *, is_quantized: bool) -> None:
-    """List modules as not quantised whose weights are dense; remove declarations if all are."""
+def fit_quantization(
+    fit: ConfigFit,
+    dense: Sequence[str],
+    tensors: Sequence[Described],
+    codes: Collection[str],
+    *,
+    is_quantized: bool,
+) -> None:
+    """List modules as not quantised whose weights are dense; remove declarations if all are.
+
+    `dense` has the weights that were quantised, and `codes` the names of stored parts of others.
+    """
     if not is_quantized:
         _remove_quantization(fit.config)
         return
@@ -240,7 +251,12 @@ def fit_quantization(fit: ConfigFit, dense: Sequence[str], *, is_quantized: bool
     for place, value in declarations_in(fit.config) if modules else ():
         method = value.get("quant_method") if isinstance(value, dict) else None
         key = _EXCLUDED_KEYS.get(method) if isinstance(method, str) else None
-        listed = value.get(key) or [] if key else None
+        listed = value.get(key) if key else ...
+        if listed is None:  # a list replaces the default of transformers, which has the head
+            value[key] = _dense_modules(fit, tensors, codes)
+            number = counted(len(value[key]), "module")
+            fit.corrections.append(f"{'.'.join(place)}.{key}: {number} (was not stated)")
+            continue
         if not isinstance(listed, list):
             names = some(list(dense), most=_SHOWN)
             reason = f"{'.'.join(place)} has no place for weights that are dense"
@@ -248,6 +264,24 @@ def fit_quantization(fit: ConfigFit, dense: Sequence[str], *, is_quantized: bool
             continue
         value[key] = [*listed, *(module for module in modules if module not in listed)]
         fit.corrections.append(f"{'.'.join(place)}.{key}: {counted(len(modules), 'more module')}")
+
+
+def _dense_modules(
+    fit: ConfigFit, tensors: Sequence[Described], codes: Collection[str]
+) -> list[str]:
+    """Return the modules whose matrices are dense, and a tied head, which has no tensor."""
+    names = [
+        tensor.name
+        for tensor in tensors
+        if len(tensor.shape) > 1 and tensor.dtype in WIDE_FLOATS and tensor.name not in codes
+    ]
+    structure = Structure(tensors, model_facts({"config": fit.config}))
+    table = structure.weight_of("token_embedding")
+    if table is not None and structure.models and structure.weight_of("output") is None:
+        names += filter(None, [structure.models.name_beside(table, "output")])
+    with_codes = {name[: dot.start()] for name in codes for dot in re.finditer(r"\.", name)}
+    modules = dict.fromkeys(split_leaf(name)[0] for name in names)
+    return [module for module in modules if module not in with_codes]
 
 
 def _remove_quantization(config: dict[str, Any]) -> None:

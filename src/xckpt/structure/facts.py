@@ -388,6 +388,8 @@ _PLACES = (
     ("compression_config",),
     ("quantization",),
 )
+#: Keys of the element type that a model computes in.
+DTYPE_KEYS = ("dtype", "torch_dtype")
 _BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
 # Lists of modules that stay as they are.
 _EXCLUDED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers", "ignore")
@@ -458,6 +460,12 @@ class QuantizedModules(NamedTuple):
         if self.method in {"bitsandbytes", "mxfp4"} and dtype == "uint8":
             return 2 * size
         return None
+
+
+def stated_dtype(config: Mapping[str, Any]) -> str:
+    """Return the element type that a ``config.json`` states; empty without one."""
+    stated = next((config[key] for key in DTYPE_KEYS if key in config), None)
+    return stated if isinstance(stated, str) else ""
 
 
 def declarations_in(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -43,7 +43,15 @@ from xckpt.structure.config_fit import (
     tokens_without_row,
     untie_head,
 )
-from xckpt.structure.facts import is_gguf, model_facts, sections_of, sizes_stated_in
+from xckpt.structure.facts import (
+    DTYPE_KEYS,
+    declarations_in,
+    is_gguf,
+    model_facts,
+    sections_of,
+    sizes_stated_in,
+    stated_dtype,
+)
 from xckpt.structure.info import Described
 from xckpt.structure.model import Structure
 from xckpt.writing.origins import (
@@ -82,7 +90,6 @@ _GENERATION = "generation_config.json"
 _OF_MODEL = (_GENERATION, "preprocessor_config.json", "processor_config.json")
 # Computed tensors that show which layers they are of, as the norms in each.
 _SMALL_NBYTES = 1 << 20
-_DTYPE_KEYS = ("dtype", "torch_dtype")
 _CORRECTED = "config.json has new values, as the tensors have"
 _CORRECTED_ATTRS = "attributes have new values, as the tensors have"
 _CONTRADICTED_ATTRS = "attributes that the tensors contradict"
@@ -94,7 +101,9 @@ _UNKNOWN_TOKENS = "{} names tokens that have no row"
 _MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers)"
 _EXCHANGED = "tensors that layers no longer have, as the edited {} of config.json must state"
 _REORDERED = "the rows of the vocabulary are in another order"
-_OTHER_TYPE = "of another type than {} of config.json, which transformers converts them to"
+_OTHER_TYPE = "of another type than {0} of config.json, which transformers {1} ({2} writes {0})"
+# Methods that transformers loads weights for by an operation, also those that are not quantised.
+_KEEPING_TYPES = frozenset({"bitsandbytes"})
 _OF_ATTRS = "written from the attributes, without tokenizer, as no files are beside the tensors"
 _NOT_COMPARED = (
     "; only its sizes were compared, and tensors that the model lacks or misses are unknown"
@@ -106,7 +115,7 @@ _NO_CONFIG = (
 _OTHER_VALUES = "what describes the model is from {}/, and others have other values"
 # Values of a config that do not describe the computation.
 _OF_FILES = frozenset(
-    {*_DTYPE_KEYS, "_name_or_path", "transformers_version", "auto_map", "quantization_config"}
+    {*DTYPE_KEYS, "_name_or_path", "transformers_version", "auto_map", "quantization_config"}
 )
 _OTHER_SCALES = (
     "factors of adapters are combined as if all had the scale of {}/ (base.ckpt.merge(adapter), "
@@ -198,7 +207,8 @@ def companions_of(
         return companions_of(in_memory, tensors, target, changes) if in_memory else Companions({})
     fit.renamed = fit.renamed or _with_other_prefixes(old_names, tensors)
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
-    fit_quantization(fit, dense, is_quantized=is_quantized)
+    codes = {part for name in quantized for part in origin.codes[name]}
+    fit_quantization(fit, dense, after, codes, is_quantized=is_quantized)
     _check_order(fit, origin, tensors.values(), after, files)
     _check_experts(changes, origin, tensors.values(), fit.config)
     of_adapter = (parsed | stated).get(ADAPTER_CONFIG) or {}
@@ -515,7 +525,7 @@ def _with_types(
 ) -> dict[str, Any]:
     """Set the element type of tensors in a config."""
     dtype = _main_type(tensors)
-    return config | {key: dtype for key in _DTYPE_KEYS if key in config and dtype}
+    return config | {key: dtype for key in DTYPE_KEYS if key in config and dtype}
 
 
 def with_written_type(
@@ -545,10 +555,15 @@ def _other_types(
     after: Iterable[Described],
 ) -> Iterator[tuple[str, str]]:
     """Yield notes of tensors whose type differs from the config, and did not before."""
-    stated, old_stated = (
-        next((c[key] for key in _DTYPE_KEYS if key in c), None) for c in (config, old_config)
-    )
+    stated, old_stated = map(stated_dtype, (config, old_config))
     types = {tensor.name: tensor.dtype for tensor in before} if stated == old_stated else {}
+    declared = [value for _, value in declarations_in(config)]
+    methods = [value.get("quant_method") for value in declared if isinstance(value, dict)]
+    method = next((method for method in _KEEPING_TYPES if method in methods), None)
+    use = "converts them to" if method is None else f"does not convert them to, beside {method}"
+    # A type of all floats would be one of the scales of codes, too.
+    remedy = f"encoding={{name: {{'dtype': {stated!r}}}}}" if declared else f"dtype={stated!r}"
+    change = _OTHER_TYPE.format(stated, use, f"{remedy}, cast='allow'")
     for tensor in after if stated in WIDE_FLOATS else ():
         if tensor.dtype in WIDE_FLOATS and tensor.dtype not in {stated, types.get(tensor.name)}:
-            yield _OTHER_TYPE.format(stated), f"{tensor.name} {tensor.dtype}"
+            yield change, f"{tensor.name} {tensor.dtype}"

@@ -51,7 +51,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.elements import BLOCK_TYPES, nbytes_of
+from xckpt.elements import BLOCK_TYPES, HALF_FLOATS, nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gguf import metadata
@@ -71,7 +71,6 @@ _LONGEST_LIST = 256
 _MOST_NESTED = 1 << 16
 _MOST_ALIKE = 16  # names that are equal after escaping
 _MOST_PADDING = 1 << 12  # bytes that are compared with zero
-_HALF = frozenset({"float16", "bfloat16"})
 _HALF_VECTORS = (
     "vectors in half precision, with which llama.cpp does not compute on a CPU; "
     'encoding={"*norm*": {"dtype": "float32"}} keeps those of norms'
@@ -201,7 +200,7 @@ def _unloadable(
     names = list(tensors)
     if _ARCHITECTURE in attrs:
         # ggml adds and multiplies float32 by float32 only: `binary_op` in ggml-cpu/binary-ops.cpp.
-        half = [t.name for t in tensors.values() if len(t.shape) == 1 and t.dtype in _HALF]
+        half = [t.name for t in tensors.values() if len(t.shape) == 1 and t.dtype in HALF_FLOATS]
         return {_HALF_VECTORS: half} if half and any(map(_LLAMA_NAME.fullmatch, names)) else {}
     unloadable = [name for name in names if _FOREIGN_LAYER.fullmatch(name)]
     if unloadable:
