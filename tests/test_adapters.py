@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import dask.array as da
@@ -442,6 +443,30 @@ class TestMerges:
         merge.adapter |= factors("model.other.weight")
         with pytest.warns(CheckpointWarning, match=r"a lacks: 'model\.other\.weight'"):
             assert merge.row(Q)["cause"] == "merged"
+
+    @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+    def test_whole_tensors_that_only_the_merged_model_has(self, dtype: Any, tmp_path: Path) -> None:
+        merge = Merge(tmp_path, dtype).lora(Q)
+        head, bias = "score.weight", "score.bias"
+        merge.adapter |= {PREFIX + head: numbers(3, 16), PREFIX + bias: np.zeros(3, "f4")}
+        merge.merged |= {head: numbers(3, 16).astype(dtype), bias: np.zeros(3, dtype)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            table = merge.compare().ckpt.table()
+        for name in (head, bias):
+            assert table.loc[name, ["status", "outcome", "cause"]].tolist() == [
+                "only_b", "explained", "merged",
+            ]  # fmt: skip
+            text = f"b is the tensor of the adapter, within the rounding of {np.dtype(dtype)}"
+            assert table.loc[name, "explanation"] == text
+        assert "2 are only in b, from the adapter: 'score" in str(merge.compare().ckpt)
+        merge.merged[head] = merge.merged[head] * dtype(1 + 2**-6)
+        row = merge.row(head)
+        assert row[["outcome", "cause"]].tolist() == ["unmatched", "only_b"]
+        assert "b is not the tensor of the adapter" in row["explanation"]
+        del merge.merged[head]
+        with pytest.warns(CheckpointWarning, match="a lacks: 'score.weight'"):
+            merge.compare()
 
     def test_an_update_of_another_shape_is_not_verified(self, tmp_path: Path) -> None:
         merge = Merge(tmp_path).lora(Q)

@@ -285,7 +285,7 @@ def compare(
     if explain:
         from xckpt.comparison.explaining.results import add_explanations, merges_of
 
-        merges = merges_of(adapter, ours, variables, storage_options)
+        merges = merges_of(adapter, (ours, theirs), variables, storage_options)
         summary = add_explanations(variables, places, sums, progress, merges)
     if compute:  # explanations take close tensors as changed
         mark_close([variable.values for variable in variables], bounds)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.progress import Progress
     from xckpt.scan.entries import Describable
+    from xckpt.structure import Structure
     from xckpt.structure.counterparts import Counterpart
     from xckpt.typing import Array
 
@@ -84,7 +85,9 @@ class Merges:
 
     tensors: OpenTensors
     adapters: Mapping[str, list[tuple[Adapter, Counterpart]]]
-    #: Number of the rows of these tensors.
+    #: Trained tensors that only ``b`` has, by their names there.
+    added: Mapping[str, list[tuple[Adapter, Counterpart]]]
+    #: Number of the rows of the tensors in ``a``.
     extents: Mapping[str, int]
 
     def _sides(self, match: Match) -> tuple[ElementStream, ElementStream] | None:
@@ -124,21 +127,41 @@ class Merges:
                 explanations[number] = Explanation(("unknown",), text, holds=False)
             else:
                 tasks.append(_Merge(number, parts, *streams, self.tensors, is_mixed))
+        tasks += self._additions(cases)
         bar.expect(sum([task.ours.nbytes + task.theirs.nbytes for task in tasks]))
         with Threads(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
             for task, explanation in zip(tasks, threads.map(_Merge.explain, tasks), strict=True):
+                if not explanation.holds and cases[task.number].status == "only_b":
+                    explanation = replace(explanation, causes=("only_b",))  # noqa: PLW2901
                 explanations[task.number] = explanation
                 bar.advance(task.ours.nbytes + task.theirs.nbytes)
         return explanations
 
+    def _additions(self, cases: Sequence[Case]) -> list[_Merge]:
+        """Return the trained tensors that the adapter adds, each on both sides of a merge."""
+        merges = []
+        for number, case in enumerate(cases):
+            stream, name = case.alone, case.match.name
+            is_added = case.status == "only_b" and name in self.added
+            if is_added and stream is not None and stream.problem is None:
+                change, streams = self.added[name][0], (stream, stream)
+                part = adapted_rows(*change, streams, self.extents)
+                if not part.problem:
+                    merges.append(_Merge(number, [part], *streams, self.tensors, is_mixed=False))
+        return merges
+
 
 def open_merges(
     adapter: Describable,
-    base: OpenTensors,
-    names: Collection[str],
+    models: tuple[OpenTensors, OpenTensors],
+    names: tuple[Collection[str], Collection[str]],
     storage_options: dict[str, Any] | None,
 ) -> Merges:
-    """Open an adapter; warn of changes of tensors that the base model lacks."""
+    """Open an adapter; warn of changes of tensors that the models lack.
+
+    `models` has both sides of a comparison, and `names` the tensors of ``a``, and those that only
+    ``b`` has.
+    """
     [tensors] = contents_of_all([adapter_in(adapter, storage_options)], storage_options)
     config = read_config(tensors.source, tensors.attrs, "adapter_config", storage_options)
     adapters = find_adapters(tensors, config)
@@ -150,17 +173,28 @@ def open_merges(
     if all(adapter.kind == "unsupported" for adapter in adapters):
         notes = dict.fromkeys(adapter.note for adapter in adapters)
         raise UnsupportedError("; ".join(notes), path=tensors.source or None)
-    structure = base.structure
-    if base.source and not structure.facts.types:
-        stated = read_config(base.source, base.attrs, "config", storage_options)
-        if stated is not None:
-            structure = structure.with_facts(model_facts(base.attrs, stated))
     types = model_facts(tensors.attrs).types
-    matches, missing, _ = match_bases(adapters, structure, names, base.source, types)
+    structures = [_structure(model, storage_options) for model in models]
+    matches, missing, _ = match_bases(adapters, structures[0], names[0], models[0].source, types)
+    trained = [a for a in adapters if a.kind == "saved" and a.base in missing]
+    added, lacking, _ = match_bases(trained, structures[1], names[1], models[1].source, types)
+    if trained:
+        bases = {adapter.base for adapter in trained}
+        missing = [base for base in missing if base not in bases or base in lacking]
     if missing:
         warn(f"the adapter changes tensors that a lacks: {some(missing, 'tensors')}")
-    extents = {name: (*structure.described(name).shape, 1)[0] for name in matches}
-    return Merges(tensors, matches, extents)
+    extents = {name: (*structures[0].described(name).shape, 1)[0] for name in matches}
+    return Merges(tensors, matches, added, extents)
+
+
+def _structure(model: OpenTensors, storage_options: dict[str, Any] | None) -> Structure:
+    """Return the structure of a model, with the type that the config beside its file states."""
+    structure = model.structure
+    if model.source and not structure.facts.types:
+        stated = read_config(model.source, model.attrs, "config", storage_options)
+        if stated is not None:
+            return structure.with_facts(model_facts(model.attrs, stated))
+    return structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +399,8 @@ class _Merge:
             expected = np.where(own_rows[rows, None] < 0, x, update)
         coarser_kind = min(kind, self._adapter_kind, key=lambda name: FRACTION_BITS.get(name, 99))
         bound = _step(update, coarser_kind)
+        if self.adapter.kind == "saved":  # nothing is added to it
+            return expected, np.zeros_like(bound)
         for change in changes:
             terms = (change.part.adapter.rank or 1) * _FACTORS.get(self.adapter.kind, 1)
             bound += (terms + _MORE_ROUNDINGS) * _FLOAT32_STEP * change.bound(rows)
@@ -394,12 +430,12 @@ class _Merge:
             formula += ", with the rows of each head permuted"
         if not off:
             text = f"b is {formula}, within the rounding of {kind}"
-            if not squares:
+            if not squares and adapter.kind != "saved":
                 text += "; b is equal to a, as the change is smaller than the rounding"
             return Explanation(("merged",), text, rank=rank)
         share = f"{100 * off / self.theirs.size:.3g} % of the elements are further off"
         text = f"b is not {formula}: {share} than the rounding of {kind}, by up to {largest:.3g}"
-        if not squares:
+        if not squares and adapter.kind != "saved":
             text += "; b is equal to a"
         elif adapter.is_product and adapter.kind != "dora" and product_squares:
             fitted = mixed / product_squares

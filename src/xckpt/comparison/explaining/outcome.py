@@ -510,8 +510,9 @@ def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) 
     if missing:
         of_total = "" if changed else f" of {total}"
         facts.append(f"{len(missing):,}{of_total} {_be(missing)} only in a: {quoted(missing)}")
-    if added:
-        facts.append(f"{len(added):,} {_be(added)} only in b: {quoted(added)}")
+    merged = [name for name, explanation in theirs["explained"] if "merged" in explanation.causes]
+    for names, words in ((added, "only in b"), (merged, "only in b, from the adapter")):
+        facts += [f"{len(names):,} {_be(names)} {words}: {quoted(names)}"] if names else []
     if explained:
         facts.append(_summary(explained, is_all=len(explained) == sum(map(len, ours.values()))))
     return "; ".join(facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +51,18 @@ def add_links(variables: Iterable[ComparedVariable], places: Places) -> None:
 
 
 def merges_of(
-    adapter: Any, ours: OpenTensors, variables: Iterable[ComparedVariable], storage_options: Any
+    adapter: Any,
+    models: tuple[OpenTensors, OpenTensors],
+    variables: Iterable[ComparedVariable],
+    storage_options: Any,
 ) -> Merges | None:
     """Return the merges of an adapter into the tensors of `a`; None without an adapter."""
     if adapter is None:
         return None
-    matches = chain.from_iterable(variable.matches for variable in variables)
+    matches = [match for variable in variables for match in variable.matches]
     names = dict.fromkeys(match.name for match in matches if match.ours is not None)
-    return open_merges(adapter, ours, names, storage_options)
+    added = dict.fromkeys(match.name for match in matches if match.status == "only_b")
+    return open_merges(adapter, models, (names, added), storage_options)
 
 
 def add_explanations(
