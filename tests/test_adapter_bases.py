@@ -665,11 +665,40 @@ class TestStableDiffusion:
                 folder.mkdir(parents=True)
                 xckpt.save(pipeline.parts["text_encoder_2"], folder / "model.safetensors")
                 paths.append(folder)
-        with pytest.warns(CheckpointWarning, match="a lacks: 'lora_te1_text_model"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             table = table_of(paths[0], paths[2], adapter)
         assert set(causes(table).values()) == {"merged"}
         with pytest.raises(ValueError, match=r"'lora_te1_\w+', 'lora_te2_\w+'"):
             table_of(paths[1], paths[3], adapter)
+
+    @pytest.mark.parametrize("part", ["unet", "text_encoder"])
+    @pytest.mark.parametrize("is_named", [False, True])
+    def test_tensors_of_other_parts_are_not_missing(
+        self, is_named: bool, part: str, tmp_path: Path
+    ) -> None:
+        base, adapter = Pipeline(), kohya("unet", "text_encoder")
+        folder = tmp_path / (part if is_named else "model")
+        folder.mkdir()
+        xckpt.save(base.parts[part], folder / "model.safetensors")
+        other = base.merged(part).parts[part]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            new = xckpt.open(folder).ckpt.merge(adapter)
+            assert set(causes(table_of(folder, other, adapter)).values()) == {"merged"}
+        for name, array in other.items():
+            np.testing.assert_allclose(new[name], array, atol=1e-6)
+        name = next(name for name in other if name.endswith(("to_q.weight", "q_proj.weight")))
+        text = r"lacks tensors that are to be changed: '\w+_q(_proj)?'$"
+        with pytest.warns(CheckpointWarning, match=text):
+            xckpt.open(folder).drop_vars(name).ckpt.merge(adapter)
+
+    def test_tensors_that_a_single_file_lacks_in_one_of_its_parts(self) -> None:
+        base = Pipeline().single()
+        names = [n for n in base if "diffusion_model" in n or n.endswith("final_layer_norm.weight")]
+        model = xckpt.open(base)[names]
+        with pytest.warns(CheckpointWarning, match="to be changed: 'lora_te1_text_model"):
+            model.ckpt.merge(kohya("unet", "text_encoder", single=True))
 
     def test_the_shape_decides_between_text_encoders(self) -> None:
         base = Pipeline()

@@ -26,7 +26,7 @@ class BaseMatches(NamedTuple):
 
     #: By the names of the tensors in the model.
     matches: dict[str, list[tuple[Adapter, Counterpart]]]
-    #: Tensors that the model lacks.
+    #: Tensors that the model lacks, without those of other parts of a pipeline.
     missing: list[str]
     #: Trained heads among them that the model has tied to its embeddings.
     heads: list[Adapter]
@@ -51,11 +51,13 @@ def match_bases(
     """
     folder = source.replace("\\", "/").split("/")[-2:]
     counterparts = Counterparts(structure, names, part_of_pipeline(folder), types)
-    lists = counterparts.find([_requested(adapter) for adapter in adapters])
+    requests = [_requested(adapter) for adapter in adapters]
+    lists = counterparts.find(requests)
     matches: dict[str, list[tuple[Adapter, Counterpart]]] = {}
     missing, heads = [], []
+    elsewhere = _other_parts(counterparts, requests, lists)
     with_adapters = {c.name for of_adapter in lists for c in of_adapter if not c.is_tied}
-    for adapter, of_adapter in zip(adapters, lists, strict=True):
+    for adapter, request, of_adapter in zip(adapters, requests, lists, strict=True):
         # A head that was trained and saved as a whole is no longer tied.
         used = [c for c in of_adapter if not c.is_tied or adapter.kind != "saved"]
         for counterpart in used:
@@ -66,9 +68,25 @@ def match_bases(
                 matches.setdefault(counterpart.name, []).append((change, counterpart))
         if of_adapter and not used:
             heads.append(adapter)
-        if not used and not adapter.is_optional:
+        if not used and not adapter.is_optional and request.part not in elsewhere:
             missing.append(adapter.base)
     return BaseMatches(_turned_experts(matches, structure), missing, heads)
+
+
+def _other_parts(
+    counterparts: Counterparts, requests: Sequence[Requested], lists: Sequence[list[Counterpart]]
+) -> set[str]:
+    """Return the parts of a pipeline that an adapter changes, and that the model is not.
+
+    Empty if the adapter changes several parts of the model, or states no part for a change.
+    """
+    changed = {request.part for request, names in zip(requests, lists, strict=True) if names}
+    stated = {request.part for request in requests} - changed - {""}
+    if not stated or len(changed) != 1 or "" in changed:
+        return set()
+    parts = {counterparts.part_of(name) for name in counterparts.names}
+    is_text = "" in parts and "text" in changed.pop()  # any of several text encoders
+    return {part for part in stated - parts if not (is_text and "text" in part)}
 
 
 def _turned_experts(

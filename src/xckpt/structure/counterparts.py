@@ -180,6 +180,15 @@ class Counterparts:
             return False
         return None if None in {place.alternates, *orders} else True
 
+    def part_of(self, name: str) -> str:
+        """Return the part of a pipeline that a tensor of the model is in; empty if unknown."""
+        stated = part_of_pipeline(name.split(".", _MOST_WORDS))
+        return stated or PIPELINE_PARTS.get(self._component(name), self.part)
+
+    def _component(self, name: str) -> str:
+        place = self.structure.place(name)
+        return "" if place is None else place.component
+
     def _same(self, name: str) -> Counterpart:
         place = self.structure.place(name)
         return Counterpart(name, outputs=None if place is None else place.outputs)
@@ -230,11 +239,7 @@ class Counterparts:
 
     def _agree(self, request: Requested, name: str, inner: str = "") -> bool:
         """Return whether a tensor may be in the part of the model that is requested."""
-        place = self.structure.place(name)
-        component = "" if place is None else place.component
-        part = part_of_pipeline(name.split(".", _MOST_WORDS)) or PIPELINE_PARTS.get(
-            component, self.part
-        )
+        component, part = self._component(name), self.part_of(name)
         if request.part and part and request.part != part:
             return False
         if request.part and component == "vision" and request.part.startswith("text"):
