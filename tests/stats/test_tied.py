@@ -65,6 +65,31 @@ def test_the_command_line(paths: list[Path], capsys: pytest.CaptureFixture[str])
     assert "only" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["in a", "in b"])
+@pytest.mark.parametrize("explain", [False, True])
+def test_of_one_memory(paths: list[Path], order: int, explain: bool) -> None:
+    model = {"wte.weight": W, "lm_head.weight": W, "v": V}
+    save_file({"wte.weight": W, "v": V}, paths[0])
+    sides = _ordered(model, paths[0], order)
+    options: Any = {"explain": explain, "progress": False}
+    table = xckpt.compare(*sides, **options).ckpt.table()
+    row = ["same", "wte.weight", "tied"]
+    assert table.loc["lm_head.weight", ["status", "other_name", "matched_by"]].to_list() == row
+    if explain:
+        assert table.loc["lm_head.weight", ["outcome", "cause"]].to_list() == ["explained", "tied"]
+    save_file({"wte.weight": W + 1, "v": V}, paths[0])
+    table = xckpt.compare(*sides, **options).ckpt.table()
+    assert table.loc[["lm_head.weight", "wte.weight"], "status"].to_list() == ["changed"] * 2
+    # A model that states no tie lacks the head.
+    folder = paths[0].parent / "untied"
+    folder.mkdir()
+    paths[0].rename(folder / "model.safetensors")
+    config = '{"model_type": "gpt2", "tie_word_embeddings": false}'
+    (folder / "config.json").write_text(config)
+    table = xckpt.compare(*_ordered(model, folder, order), **options).ckpt.table()
+    assert table.loc["lm_head.weight", "status"].startswith("only_")
+
+
 class TestOmittedHead:
     """An output layer that one side omits, because the model ties it to the embeddings."""
 

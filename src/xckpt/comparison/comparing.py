@@ -258,10 +258,10 @@ def compare(
     if names is None:
         names = _names_of_arrays([a, b], sides)
     tensors = filter_of(tensors, options, ours, theirs)
-    attrs_of_sides = [ours.attrs, theirs.attrs]
+    ties = [_ties(theirs, ours), _ties(ours, theirs)]
     places = Places(ours.structure, theirs.structure)
     entries, rows, progress = matched(
-        *sides, names, tensors, progress=options["progress"], attrs=attrs_of_sides, places=places
+        *sides, names, tensors, progress=options["progress"], ties=ties, places=places
     )
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
     rows = relate_known(rows, places, cache=cache)
@@ -305,6 +305,14 @@ def compare(
         matches = [variable.matches for variable in variables]
         state_attributes(result, attribute_changes(ours, theirs, matches))
     return _with_origins(result, sums, theirs)
+
+
+def _ties(whole: OpenTensors, part: OpenTensors) -> dict[Any, Any]:
+    """Return tensors that one side may lack with those that they are tied to, by name.
+
+    The side with both may have them in the same bytes, and the other one state it in its metadata.
+    """
+    return dict(part.attrs) | ({} if part.structure.facts.is_untied else whole.shared)
 
 
 def _require_no_whole_tensors(*, codes: bool, explain: bool, adapter: Any) -> None:

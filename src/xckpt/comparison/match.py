@@ -73,10 +73,10 @@ def matched(
     tensors: TensorFilter | None,
     *,
     progress: ProgressOption,
-    attrs: Sequence[Mapping[Any, Any]],
+    ties: Sequence[Mapping[Any, Any]],
     places: Places,
 ) -> tuple[list[Entry], list[list[Match]], ProgressOption]:
-    """Pair the tensors of all variables; `attrs` of both sides may name tied tensors.
+    """Pair the tensors of all variables; `ties` has the owners in each side of tied tensors.
 
     Returns the variables of the result, the matches of each, and the progress option for the
     comparison, which continues the count of bytes.
@@ -102,21 +102,21 @@ def matched(
             for side in (entries, entries_of_b)
         ]
         only_a = [n for n in sides[0] if n not in partners or partners[n].name not in sides[1]]
-        partners |= _tied(only_a, sides[1], attrs[1])
+        partners |= _tied(only_a, sides[1], ties[1])
         only_b = sides[1].difference(partner.name for partner in partners.values())
-        owners = _tied(only_b, sides[0], attrs[0])
+        owners = _tied(only_b, sides[0], ties[0])
         return *_rows_of(entries, entries_of_b, partners, owners, tensors), progress
 
 
 def _tied(
-    missing: Iterable[str], present: Collection[str], attrs: Mapping[Any, Any]
+    missing: Iterable[str], present: Collection[str], ties: Mapping[Any, Any]
 ) -> dict[str, Partner]:
     """Pair tensors that a file lacks with those that it states to be the same.
 
     `safetensors.torch.save_model` writes one of several tied tensors, and the names of the others
     into the metadata: ``{"lm_head.weight": "wte.weight"}``.
     """
-    owners = {name: attrs.get(name) for name in missing}
+    owners = {name: ties.get(name) for name in missing}
     return {
         name: Partner(owner, TIED)
         for name, owner in owners.items()

@@ -51,6 +51,7 @@ from xckpt.comparison.relations.verification import Link, Side, begins_quantised
 from xckpt.comparison.sketches import ALIKE, Sketched, StepChain, arrangements
 from xckpt.progress import Progress
 from xckpt.scan.scanning import gather
+from xckpt.statistics.tables import TIED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -573,7 +574,10 @@ def explain(
 
 def _named(case: Case, explanation: Explanation | None) -> Explanation | None:
     """Add the name of the tensor in `b` to an explanation, if it differs."""
-    partner = case.other_name
-    if explanation is None or not partner or explanation.other_names:
+    name, partner = case.other_name, case.match.partner
+    if explanation is None or not name or explanation.other_names:
         return explanation
-    return explanation.renamed(partner, "b")
+    named = explanation.renamed(name, "b")
+    if partner is not None and partner.rule == TIED:
+        return replace(named, causes=(TIED, *explanation.changes))
+    return named
