@@ -563,6 +563,17 @@ class TestTiedHeads:
         tensors = saved(xckpt.open(tmp_path / "merged"), tmp_path)
         return tensors, config.get("tie_word_embeddings")
 
+    def verify(self, model: Any, tmp_path: Path) -> None:
+        """Require that a comparison explains all tensors by the adapter, without a warning."""
+        is_gguf = self.head == "output.weight"
+        merged = tmp_path / ("new.gguf" if is_gguf else "merged")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = xckpt.compare(model, merged, adapter=tmp_path / "lora", progress=False)
+        table = result.ckpt.table()
+        assert set(table["outcome"]) == {"explained"}
+        assert set(table.loc[table["status"] == "only_b", "cause"]) <= {"merged"}
+
     def rounded(self, values: Array) -> Array:
         return values if self.head == "output.weight" else values.astype(ml_dtypes.bfloat16)
 
@@ -572,6 +583,7 @@ class TestTiedHeads:
         np.testing.assert_array_equal(tensors[self.head], self.rounded(new))
         np.testing.assert_array_equal(tensors[self.table], self.rounded(numbers(40, 16)))
         assert not tied
+        self.verify(model, tmp_path)
 
     def test_trained_embeddings_leave_the_head(self, model: Any, tmp_path: Path) -> None:
         new = numbers(40, 16, seed=7)
@@ -582,6 +594,7 @@ class TestTiedHeads:
         else:
             np.testing.assert_array_equal(tensors[self.head], self.rounded(numbers(40, 16)))
             assert tied is False
+        self.verify(model, tmp_path)
 
     @pytest.mark.parametrize("read", ["load", "persist", "compute"])
     def test_a_base_in_memory_keeps_its_config(self, read: str, tmp_path: Path) -> None:
@@ -605,6 +618,7 @@ class TestTiedHeads:
         np.testing.assert_array_equal(tensors[self.table], self.rounded(trained[EMBED]))
         np.testing.assert_array_equal(tensors[self.head], self.rounded(trained[self.HEAD]))
         assert not tied
+        self.verify(model, tmp_path)
 
     @pytest.mark.parametrize("kind", ["trained", "old"])
     def test_equal_values_stay_tied(self, kind: str, model: Any, tmp_path: Path) -> None:

@@ -307,12 +307,12 @@ def compare(
     return _with_origins(result, sums, theirs)
 
 
-def _ties(whole: OpenTensors, part: OpenTensors) -> dict[Any, Any]:
-    """Return tensors that one side may lack with those that they are tied to, by name.
+def _ties(tensors: OpenTensors, model: OpenTensors) -> dict[Any, Any]:
+    """Return the owners in a model of tied tensors that the model may lack, by name.
 
-    The side with both may have them in the same bytes, and the other one state it in its metadata.
+    The metadata of the model may name them, or the other side may have both in the same bytes.
     """
-    return dict(part.attrs) | ({} if part.structure.facts.is_untied else whole.shared)
+    return dict(model.attrs) | ({} if model.structure.facts.is_untied else tensors.shared)
 
 
 def _require_no_whole_tensors(*, codes: bool, explain: bool, adapter: Any) -> None:

@@ -32,8 +32,9 @@ from xckpt.comparison.relations.causes import FRACTION_BITS, spacing_of
 from xckpt.datasets.adapter_bases import match_bases
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
 from xckpt.datasets.adapters import Adapter, find_adapters
+from xckpt.datasets.tied_heads import untied_head
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import UnsupportedError, locating, some, warn
+from xckpt.errors import UnsupportedError, locating, shown, some, warn
 from xckpt.opening.reading import adapter_in, read_config
 from xckpt.scan.entries import contents_of_all
 from xckpt.statistics.spectra import blas_threads
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.pairs import Match
     from xckpt.datasets.tensors import OpenTensors
+    from xckpt.datasets.tied_heads import UntiedHead
     from xckpt.progress import Progress
     from xckpt.scan.entries import Describable
     from xckpt.structure import Structure
@@ -89,6 +91,9 @@ class Merges:
     added: Mapping[str, list[tuple[Adapter, Counterpart]]]
     #: Number of the rows of the tensors in ``a``.
     extents: Mapping[str, int]
+    base: OpenTensors
+    #: Head that keeps the old values of the trained table that it was tied to.
+    untied: UntiedHead | None = None
 
     def _sides(self, match: Match) -> tuple[ElementStream, ElementStream] | None:
         """Return both tensors, if they can be compared; a saved one may have another shape."""
@@ -127,7 +132,7 @@ class Merges:
                 explanations[number] = Explanation(("unknown",), text, holds=False)
             else:
                 tasks.append(_Merge(number, parts, *streams, self.tensors, is_mixed))
-        tasks += self._additions(cases)
+        tasks += list(self._additions(cases))
         bar.expect(sum([task.ours.nbytes + task.theirs.nbytes for task in tasks]))
         with Threads(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
             for task, explanation in zip(tasks, threads.map(_Merge.explain, tasks), strict=True):
@@ -137,18 +142,22 @@ class Merges:
                 bar.advance(task.ours.nbytes + task.theirs.nbytes)
         return explanations
 
-    def _additions(self, cases: Sequence[Case]) -> list[_Merge]:
-        """Return the trained tensors that the adapter adds, each on both sides of a merge."""
-        merges = []
+    def _additions(self, cases: Sequence[Case]) -> Iterator[_Merge]:
+        """Yield the tensors that a merge adds, each on both sides of the task."""
         for number, case in enumerate(cases):
-            stream, name = case.alone, case.match.name
-            is_added = case.status == "only_b" and name in self.added
-            if is_added and stream is not None and stream.problem is None:
-                change, streams = self.added[name][0], (stream, stream)
-                part = adapted_rows(*change, streams, self.extents)
+            stream, name, head = case.alone, case.match.name, self.untied
+            if case.status != "only_b" or stream is None or stream.problem is not None:
+                continue
+            sides, shape = (stream, stream), tuple(stream.array.shape)
+            if name in self.added:
+                part = adapted_rows(*self.added[name][0], sides, self.extents)
                 if not part.problem:
-                    merges.append(_Merge(number, [part], *streams, self.tensors, is_mixed=False))
-        return merges
+                    yield _Merge(number, [part], *sides, self.tensors, is_mixed=False)
+            elif head is not None and name == head.name:
+                part = AdaptedRows(Adapter(name, "saved", {"value": head.table}, shape))
+                if self.base.variable(head.table).shape == shape:
+                    text = f"{shown(head.table)} of a, which was tied to it"
+                    yield _Merge(number, [part], *sides, self.base, is_mixed=False, formula=text)
 
 
 def open_merges(
@@ -175,7 +184,9 @@ def open_merges(
         raise UnsupportedError("; ".join(notes), path=tensors.source or None)
     types = model_facts(tensors.attrs).types
     structures = [_structure(model, storage_options) for model in models]
-    matches, missing, _ = match_bases(adapters, structures[0], names[0], models[0].source, types)
+    matches, missing, heads = match_bases(
+        adapters, structures[0], names[0], models[0].source, types
+    )
     trained = [a for a in adapters if a.kind == "saved" and a.base in missing]
     added, lacking, _ = match_bases(trained, structures[1], names[1], models[1].source, types)
     if trained:
@@ -184,7 +195,10 @@ def open_merges(
     if missing:
         warn(f"the adapter changes tensors that a lacks: {some(missing, 'tensors')}")
     extents = {name: (*structures[0].described(name).shape, 1)[0] for name in matches}
-    return Merges(tensors, matches, added, extents)
+    # Heads that the adapter has are added from it.
+    changes = {name: [change for change, _ in changes] for name, changes in matches.items()}
+    untied = None if heads else untied_head(models[0], (), changes, tensors)
+    return Merges(tensors, matches, added, extents, models[0], untied)
 
 
 def _structure(model: OpenTensors, storage_options: dict[str, Any] | None) -> Structure:
@@ -255,6 +269,7 @@ class _Merge:
     theirs: ElementStream
     tensors: OpenTensors
     is_mixed: bool  # whether the order of the axes of a square matrix is unknown
+    formula: str = ""  # in the place of the one of the kind
 
     def explain(self) -> Explanation:
         """Verify the merge, with all orders of rows or axes that the adapter may have."""
@@ -422,7 +437,9 @@ class _Merge:
         # Inner products of the difference and the update.
         squares, mixed, product_squares = products
         adapter, kind, rank = self.adapter, self.theirs.kind.name, self.adapter.rank
-        formula = _FORMULAS[adapter.kind].format(scale=scale, rank=rank, rows=len(adapter.rows))
+        formula = self.formula or _FORMULAS[adapter.kind].format(
+            scale=scale, rank=rank, rows=len(adapter.rows)
+        )
         if self.parts[0].slot:
             slots = [part.slot.rpartition(".")[2] for part in self.parts]
             formula += f" in the rows of {', '.join(slots)}"

@@ -26,7 +26,7 @@ class BaseMatches(NamedTuple):
 
     #: By the names of the tensors in the model.
     matches: dict[str, list[tuple[Adapter, Counterpart]]]
-    #: Tensors that the model lacks, without those of other parts of a pipeline.
+    #: Tensors that the model lacks, and that are not in another part of the pipeline.
     missing: list[str]
     #: Trained heads among them that the model has tied to its embeddings.
     heads: list[Adapter]

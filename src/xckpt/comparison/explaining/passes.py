@@ -577,7 +577,7 @@ def _named(case: Case, explanation: Explanation | None) -> Explanation | None:
     name, partner = case.other_name, case.match.partner
     if explanation is None or not name or explanation.other_names:
         return explanation
-    named = explanation.renamed(name, "b")
+    with_name = explanation.renamed(name, "b")
     if partner is not None and partner.rule == TIED:
-        return replace(named, causes=(TIED, *explanation.changes))
-    return named
+        return replace(with_name, causes=(TIED, *explanation.changes))
+    return with_name
