@@ -366,7 +366,7 @@ class TestResults:
             with pytest.warns(CheckpointWarning, match="num_hidden_layers"):
                 with_layers([0, 1]).ckpt.save(f"out-{len(set(kinds))}/")
         assert config("out-1")["layer_types"] == ["full"] * 2
-        assert "config.json" not in names("out-2")
+        assert config("out-2")["layer_types"] == ["full", "sliding"]
 
     @pytest.mark.parametrize(
         "move",
@@ -375,7 +375,7 @@ class TestResults:
             lambda: (xckpt.open("a", stack=True) * 2).isel(layers=[1, 0, 2]),
             lambda: with_layers([1, 0, 2]),
             lambda: with_layers([1, 0, 2]) * 2,
-            lambda: xckpt.open("a", stack=True).roll(layers=1),
+            lambda: xckpt.open("a", stack=True).roll(layers=-1).isel(layers=[0, 2, 1]),
             lambda: xckpt.open("a", stack=True).isel(layers=[1, 0, 2]).compute(),
             lambda: xckpt.open("a", stack=True).load().isel(layers=[1, 0, 2]),
             lambda: with_layers([1, 0, 2]).persist(),
@@ -399,25 +399,177 @@ class TestResults:
             "concatenated",
         ],
     )
-    def test_layers_that_move_between_kinds_have_no_config(self, move: Any) -> None:
+    def test_layers_that_move_between_kinds_take_theirs_along(self, move: Any) -> None:
         kinds = ["full", "sliding", "full"]
         Path("a/config.json").write_text(json.dumps(LLAMA | {"layer_types": kinds}))
-        text = "layers are in another order than in 'layer_types', with other values"
+        text = "new values.*'layer_types: values of the layers that the tensors come from'"
         ds = move()
         ds = ds.assign_coords(layers=range(3)) if "layers" in ds.dims else ds
         with pytest.warns(CheckpointWarning, match=text):
             ds.ckpt.save("out/")
-        assert "config.json" not in names("out")
+        assert config("out") == LLAMA | {"layer_types": ["sliding", "full", "full"]}
         with_layers([2, 1, 0]).ckpt.save("same/")  # of equal kinds
         with_layers([2, 1, 0]).compute().ckpt.save("in-memory/")
         assert config("in-memory")["layer_types"] == kinds
         a, b = (xckpt.open(name, stack=True) for name in "ab")
         ((a + b) / 2).ckpt.save("mean/")
-        edited = LLAMA | {"layer_types": ["sliding", "full", "full"]}
+        edited = LLAMA | {"layer_types": ["full", "full", "sliding"]}
         ds.assign_attrs(config=edited).ckpt.save("edited/")
         assert "config.json" in names("same")
         assert "config.json" in names("mean")
         assert config("edited") == edited
+
+    @pytest.mark.parametrize("chosen", [[0, 2], [1, 2], [2, 0], [0, 1, 1, 2], [0, 1, 0, 2, 1]])
+    @pytest.mark.parametrize("is_nested", [False, True])
+    @pytest.mark.parametrize(
+        "make",
+        [
+            with_layers,
+            lambda chosen: with_layers(chosen) * 2,
+            lambda chosen: with_layers(chosen).compute(),
+            lambda chosen: xckpt.open("a", stack=True).isel(layers=chosen),
+            lambda chosen: xckpt.open("a", stack=True).isel(layers=chosen) / 2,
+        ],
+        ids=["renamed", "scaled", "in memory", "stacked", "stacked and scaled"],
+    )
+    def test_chosen_layers_have_their_values(
+        self, make: Any, chosen: list[int], is_nested: bool
+    ) -> None:
+        by_layer: dict[str, list[Any]] = {
+            "layer_types": ["x", "y", "z"],
+            "no_rope_layers": [1, 1, 0],
+        }
+
+        def stated(layers: list[int]) -> dict[str, Any]:
+            lists = {key: [values[n] for n in layers] for key, values in by_layer.items()}
+            new = LLAMA | lists | {"num_hidden_layers": len(layers)}
+            return {"model_type": "gemma3", "text_config": new} if is_nested else new
+
+        Path("a/config.json").write_text(json.dumps(stated([0, 1, 2])))
+        ds = make(chosen)
+        if "layers" in ds.dims:
+            ds = ds.assign_coords(layers=range(len(chosen)))
+        with pytest.warns(CheckpointWarning, match="'(text_config.)?layer_types: values of"):
+            ds.ckpt.save("out/")
+        assert config("out") == stated(chosen)
+
+    def test_values_of_layers_follow_beside_other_edits(self) -> None:
+        stated = LLAMA | {"layer_types": ["x", "y", "z"]}
+        new = {"layer_types": ["x", "z"], "num_hidden_layers": 2, "rope_theta": 5e5}
+        Path("a/config.json").write_text(json.dumps(stated))
+        ds = with_layers([0, 2])
+        edited = stated | {"rope_theta": 5e5}
+        for n, edit in enumerate((edited, edited | {"num_hidden_layers": 2})):
+            with pytest.warns(CheckpointWarning, match="layer_types: values of"):
+                ds.assign_attrs(config=edit).ckpt.save(f"{n}/")
+            assert config(str(n)) == stated | new
+            assert ds.attrs["config"]["layer_types"] == ["x", "y", "z"]
+
+    @pytest.mark.parametrize("is_same", [True, False])
+    @pytest.mark.parametrize("how", ["renamed", "scaled", "concatenated"])
+    def test_layers_of_two_models_of_one_config_have_its_values(
+        self, how: str, is_same: bool
+    ) -> None:
+        for name, last in {"a": "z", "b": "z" if is_same else "x"}.items():
+            stated = LLAMA | {"layer_types": ["x", "y", last]}
+            Path(name, "config.json").write_text(json.dumps(stated))
+        ds: Any
+        if how == "concatenated":
+            a, b = (xckpt.open(name, stack=True) for name in "ab")
+            layers = [name for name in a if "layers" in a[name].dims]
+            more = xr.concat([a[layers], b[layers].isel(layers=[1, 2])], "layers")
+            ds = a.drop_vars([*layers, "layers"], errors="ignore")
+            ds = ds.assign(more.assign_coords(layers=range(5)).data_vars)
+        else:
+            b = xckpt.open("b") * 2 if how == "scaled" else xckpt.open("b")
+            ds = with_layers([0, 1, 2])
+            for new, old in ((3, 1), (4, 2)):
+                for name in SHAPES:
+                    old_name = f"model.layers.{old}.{name}.weight"
+                    ds[f"model.layers.{new}.{name}.weight"] = b[old_name]
+        is_certain = is_same and how != "renamed"
+        text = "layer_types: values of" if is_certain else "values of 'layer_types' .* not certain"
+        with pytest.warns(CheckpointWarning, match=text):
+            ds.ckpt.save("out/")
+        assert ("config.json" in names("out")) is is_certain
+        if is_certain:
+            assert config("out")["layer_types"] == ["x", "y", "z", "y", "z"]
+
+    def test_a_mean_of_layers_of_two_kinds_has_a_stated_one(self) -> None:
+        stated = LLAMA | {"layer_types": ["full", "sliding", "full"]}
+        Path("a/config.json").write_text(json.dumps(stated))
+        a = with_layers([0, 1])
+        last = {name: str(name).replace(".1.", ".2.") for name in a if ".1." in str(name)}
+        mean = {name: (a[name] + xckpt.open("a")[last[name]]) / 2 for name in last}
+        text = (
+            "num_hidden_layers 3: the tensors have 2 layers, .*values of 'layer_types'.*not certain"
+            r""" \(state num_hidden_layers and 'layer_types' in attrs\["config"\]\)"""
+        )
+        with pytest.warns(CheckpointWarning, match=text):
+            a.assign(mean).ckpt.save("out/")
+        assert "config.json" not in names("out")
+        new = stated | {"num_hidden_layers": 2, "layer_types": ["full", "full"]}
+        a.assign(mean).assign_attrs(config=new).ckpt.save("stated/")
+        assert config("stated") == new
+
+    def test_a_layer_of_parts_of_two_kinds_has_an_edited_one(self) -> None:
+        stated = LLAMA | {"layer_types": ["full", "sliding", "full"]}
+        Path("a/config.json").write_text(json.dumps(stated))
+        a = xckpt.open("a")
+        part = {n: a[str(n).replace(".0.", ".1.")] for n in a if ".0.self_attn" in str(n)}
+        text = r"come from several layers.*edit 'layer_types' in attrs\[\"config\"\], or copy"
+        with pytest.warns(CheckpointWarning, match=text):
+            a.assign(part).ckpt.save("out/")
+        assert "config.json" not in names("out")
+        new = stated | {"layer_types": ["sliding", "sliding", "full"]}
+        a.assign(part).assign_attrs(config=new).ckpt.save("edited/")
+        assert config("edited") == new
+
+    def test_layers_of_another_kind_lack_the_tensors_of_their_number(self) -> None:
+        layer = "model.layers.{}.{}.weight".format
+        kinds = ["linear", "linear", "full", "linear", "full"]
+        modules = {"linear": "linear_attn.out_proj", "full": "self_attn.o_proj"}
+        shapes: dict[str, tuple[int, ...]] = {
+            layer(n, name): shape
+            for n, kind in enumerate(kinds)
+            for name, shape in {modules[kind]: (8, 8), "mlp.up_proj": (16, 8)}.items()
+        }
+        stated = {"model_type": "qwen3_next", "num_hidden_layers": 5, "layer_types": kinds}
+        TestSizesOfParts.write(stated, shapes)
+        ds = xckpt.open("base")
+
+        def chosen(layers: list[int]) -> xr.Dataset:
+            starts = {f"model.layers.{old}.": f"model.layers.{n}." for n, old in enumerate(layers)}
+            new = {
+                str(n).replace(old, starts[old]): ds[n]
+                for old in starts
+                for n in ds
+                if old in str(n)
+            }
+            return ds.drop_vars(list(ds)).assign(new)
+
+        with pytest.warns(CheckpointWarning) as caught:
+            chosen([1, 2, 3, 4]).ckpt.save("out/")
+        assert config("out") == stated | {"num_hidden_layers": 4, "layer_types": kinds[1:]}
+        assert not any("lacks" in str(warning.message) for warning in caught)
+        part = chosen([1, 2, 3, 4]).drop_vars(layer(0, "mlp.up_proj"))
+        with pytest.warns(CheckpointWarning, match=r"lacks 1 of its 10.*layers\.0\.mlp\.up_proj"):
+            part.ckpt.save("part/")
+
+    def test_values_of_layers_in_attributes_follow(self) -> None:
+        stated = LLAMA | {"layer_types": ["x", "y", "z"]}
+        Path("a/config.json").write_text(json.dumps(stated))
+        xckpt.open("a").ckpt.save("old.zt")
+        a = xckpt.open("old.zt", stack=True)
+        with pytest.warns(
+            CheckpointWarning, match="attributes have new values.*layer_types: values"
+        ):
+            a.isel(layers=[0, 2]).assign_coords(layers=range(2)).ckpt.save("new.zt")
+        new = stated | {"num_hidden_layers": 2, "layer_types": ["x", "z"]}
+        assert xckpt.open("new.zt").attrs["config"] == new
+        with pytest.warns(CheckpointWarning, match="layer_types: values"):
+            a.isel(layers=[0, 2]).assign_coords(layers=range(2)).ckpt.save("out/")
+        assert config("out") == new
 
     @pytest.mark.parametrize(("make", "text"), PROBLEMS.values(), ids=PROBLEMS)
     def test_a_config_that_does_not_fit_is_left_out(self, make: Any, text: str) -> None:

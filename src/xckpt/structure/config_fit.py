@@ -6,7 +6,6 @@ modules, and other sizes are extents of axes. A new size is certain if all of th
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,14 @@ from xckpt.structure.config_check import (
     other_rows,
     stated_classes,
 )
+from xckpt.structure.config_layers import (
+    Sources,
+    check_edited_layers,
+    exchanged_tensors,
+    fit_layers,
+    ranges,
+)
 from xckpt.structure.facts import (
-    KEYS,
     StatedSize,
     compare_extents,
     declarations_in,
@@ -34,24 +39,19 @@ from xckpt.structure.facts import (
     model_facts,
     sizes_of_tower,
     sizes_stated_in,
-    tower_of,
 )
 from xckpt.structure.info import PARAMETERS, Described
 from xckpt.structure.model import Structure
 from xckpt.structure.numbering import drop_indices, parse_name, split_leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     Shape = tuple[int, ...]
 
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
 _SHOWN = 3
-_LAYER_KEYS = (*KEYS["layer"], "n_layers")
-# Words of keys that state kinds of layers (`mlp_only_layers`, `layer_types`,
-# `first_k_dense_replace`), and ends of keys that state numbers of layers.
-_KINDS, _COUNTS = ("layer", "dense", "sparse"), ("layer", "layers")
 _TIED = "tie_word_embeddings"
 _CLASSES = "architectures"
 _HEAD_DIM = "head_dim"
@@ -72,24 +72,24 @@ def fit_config(
     config: Mapping[str, Any],
     before: Sequence[Described],
     after: Sequence[Described],
-    sources: Mapping[str, Any],
+    sources: Sources,
     edited: Mapping[str, Any] | None = None,
 ) -> ConfigFit:
     """Return a config with the sizes of new tensors, given the tensors that it was written for."""
-    # `sources` tells where the values of new tensors come from; equal ones have equal sources.
     # `edited` is the config with the values that the user wants for the new tensors.
     fit = ConfigFit(deepcopy(dict(config)))
     if edited is not None:
+        edited = deepcopy(dict(edited))
         keys = [*config, *edited]  # which may be removed or None
         fit.edited = frozenset([k for k in keys if edited.get(k, ...) != config.get(k, ...)])
     sizes = sizes_stated_in(fit.config)
     facts = model_facts(config if is_gguf(config) else {"config": config})
     structure = Structure(before, facts)
     old, new = ({tensor.name: tensor.shape for tensor in side} for side in (before, after))
-    removed = _fit_layers(fit, sizes.get("layer"), structure, new)
+    removed = fit_layers(fit, edited, structure, new, sources)
     remaining = [name for name in structure if name not in removed]
     removed |= _check_experts(fit, sizes.get("expert"), structure, remaining, new)
-    fit.exchanged = _exchanged(fit, structure, new)
+    fit.exchanged = exchanged_tensors(fit, structure, new)
     fit.missing = _missing(fit, structure, old, new, removed.union(fit.exchanged))
     if not fit.renamed:
         known = {_without_numbers(name, config) for name in old}
@@ -99,11 +99,11 @@ def fit_config(
         fit.added = _below_same_modules(fit.added, old)
     configs = config, config if edited is None else edited
     _fit_axes(fit, structure, old, new, configs=configs)
-    _fit_head(fit, Structure(after), old, sources)
+    _fit_head(fit, Structure(after), old, sources.values)
     if edited is not None and fit.edited:
         for key in fit.edited:
             fit.config.pop(key, None)
-        fit.config |= {key: deepcopy(edited[key]) for key in edited if key in fit.edited}
+        fit.config |= {key: edited[key] for key in edited if key in fit.edited}
         # Tensors that the config contradicted before have other sizes of this name.
         problems = check_config(config, before, counts_layers=False).problems
         contradicted = {text.partition(":")[0] for text in problems}
@@ -119,7 +119,7 @@ def fit_config(
                 fit.add_problem(
                     f"{text}{_STATE_HEAD_DIM}" if implied and _HEAD_DIM in text else text
                 )
-        _check_edited_layers(fit, config, structure, new)
+        check_edited_layers(fit, config, structure, new)
         _check_edited_labels(
             fit, config, label_counts(structure, old), label_counts(Structure(after, facts), new)
         )
@@ -133,31 +133,6 @@ def _implied_head_dim(config: Mapping[str, Any]) -> dict[str, int]:
     if "key" in sizes or not {"embd", "head"} <= sizes.keys():
         return {}
     return {_HEAD_DIM: sizes["embd"].value // sizes["head"].value}
-
-
-def _check_edited_layers(
-    fit: ConfigFit, config: Mapping[str, Any], structure: Structure, new: Collection[str]
-) -> None:
-    """Compare edited numbers of layers with the layers of stacks that they counted before."""
-    size, edited = (sizes_stated_in(c).get("layer") for c in (config, fit.config))
-    after = _layers(new)
-    problems: dict[str, None] = {}
-    for stem, numbers in _stacks(structure, structure).items():
-        was = _size_of_stack(stem, config, size)
-        now = _size_of_stack(stem, fit.config, edited)
-        present = {*after.get(stem, {}).values()}
-        if (
-            was is None
-            or now is None
-            or not present
-            or not _are_all({*numbers.values()}, was.value)
-        ):
-            continue
-        if fit.is_edited(now) and not _are_all(present, now.value):
-            count = len(present)
-            has = str(count) if _are_all(present, count) else f"layers {_ranges(present)}"
-            problems[f"{fit.place(now)} {now.value}: the tensors have {has}"] = None
-    fit.problems += problems
 
 
 def _check_edited_labels(
@@ -293,136 +268,6 @@ def _remove_quantization(config: dict[str, Any]) -> None:
         section.pop(place[-1], None)
 
 
-def _layers(names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Return the outermost numbers in names, by the name up to the number."""
-    numbers: dict[str, dict[str, int]] = defaultdict(dict)
-    for name in names:
-        parsed = parse_name(name)
-        if parsed.indices:
-            number = parsed.indices[0]
-            numbers[parsed.outermost.removesuffix(number)][name] = int(number)
-    return numbers
-
-
-def _stacks(structure: Structure, names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Return the numbers of the layers of each stack, by the name up to the number."""
-    return _layers([name for name in names if "layer" in dict(structure[name].indices[:1])])
-
-
-def _fit_layers(
-    fit: ConfigFit, size: StatedSize | None, structure: Structure, new: Collection[str]
-) -> set[str]:
-    """Correct the numbers of layers; return the names of the tensors of layers that are gone."""
-    after = _layers(new)
-    gone: set[str] = set()
-    sizes: dict[tuple[int, str], StatedSize] = {}
-    stacks: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(dict)
-    for stem, numbers in _stacks(structure, structure).items():
-        stated = _size_of_stack(stem, fit.config, size)
-        # Stacks of layers whose number the config states.
-        if stated is not None and _are_all(set(numbers.values()), stated.value):
-            place = id(stated.section), stated.key
-            sizes[place] = stated
-            stacks[place][stem] = numbers
-    for place, stated in sizes.items():
-        gone |= _fit_stacks(fit, stated, stacks[place], after)
-    return gone
-
-
-def _size_of_stack(
-    stem: str, config: Mapping[str, Any], size: StatedSize | None
-) -> StatedSize | None:
-    """Return the stated number of layers of a stack: of its tower or part, or of the model."""
-    words, tower = {*re.split(r"[._/]", stem)}, tower_of(stem, config)
-    sections: list[Mapping[str, Any]] = [config, *([size.section] if size else [])]
-    for section in [config[tower]] if tower else sections:
-        of_part = [
-            key
-            for key in section
-            if key.endswith("_layers") and not words.isdisjoint(key.split("_")[:-1])
-        ]
-        for key in (*of_part, *_LAYER_KEYS):
-            if type(section.get(key)) is int:
-                return StatedSize(section, key, section[key])
-    return size
-
-
-def _fit_stacks(
-    fit: ConfigFit,
-    size: StatedSize,
-    stacks: Mapping[str, Mapping[str, int]],
-    after: Mapping[str, Mapping[str, int]],
-) -> set[str]:
-    """Correct the number of layers of stacks; return the tensors of layers that are gone."""
-    present = [set(after[stem].values()) for stem in stacks if stem in after]
-    if not present or all(_are_all(numbers, size.value) for numbers in present):
-        return set()
-    count = len(present[0])
-    section: Any = size.section  # a part of the copy
-    lists = _lists_by_layer(size)
-    if len(present) < len(stacks) or not all(_are_all(numbers, count) for numbers in present):
-        numbers = " and ".join([_ranges(numbers) for numbers in present])
-        dim = next(iter(stacks)).rstrip(".").rpartition(".")[2]
-        hint = f"ds.assign_coords({dim}=ds[{dim!r}].copy(data=range({count})))"
-        text = f"{size.key} {size.value}: the tensors have layers {numbers} "
-        fit.add_problem(f"{text}(opened with stack=True, {hint} renumbers them)")
-    elif any(len({*map(repr, kinds)}) > 1 for kinds in lists.values()):
-        text = f"{size.key} {size.value}: the tensors have {count} layers; {some(list(lists), '')}"
-        fit.add_problem(f"{text} has a value for each", lists)
-    else:
-        section |= {key: kinds[:1] * count for key, kinds in lists.items()}
-        fit.correct(size, count)
-    return {
-        name
-        for stem, numbers in stacks.items()
-        for name, number in numbers.items()
-        if number not in after.get(stem, {}).values()
-    }
-
-
-def _lists_by_layer(size: StatedSize) -> dict[str, list[Any]]:
-    """Return the lists of a config that have a value for each layer."""
-    prefix = size.key.rpartition(".")[0]
-    return {
-        key: value
-        for key, value in size.section.items()
-        if key.startswith(prefix)
-        and isinstance(value, list)
-        and len(value) == size.value
-        and "token" not in key  # numbers of tokens may be as many
-    }
-
-
-def check_kinds(
-    fit: ConfigFit,
-    structure: Structure,
-    stored: Callable[[str], Collection[str]],
-    uses: Callable[[str, Collection[str]], bool],
-) -> None:
-    """Note layers that moved to places with other values of the config."""
-    # `stored` returns the names of the tensors that a tensor is read or may be computed from, and
-    # `uses` whether it is computed from some of them.
-    size = sizes_stated_in(fit.config).get("layer")
-    moved: dict[str, None] = {}
-    for stem, numbers in _stacks(structure, structure).items():
-        stated = _size_of_stack(stem, fit.config, size)
-        lists = _lists_by_layer(stated) if stated is not None else {}
-        lists = {key: kinds for key, kinds in lists.items() if len({*map(repr, kinds)}) > 1}
-        for name, number in numbers.items() if lists else ():
-            origins = _layers(stored(name)).get(stem, {}).items()
-            for key, kinds in lists.items():
-                by_kind: dict[bool, list[str]] = {True: [], False: []}
-                for origin, old in origins:
-                    if old < len(kinds) and number < len(kinds):
-                        by_kind[kinds[old] == kinds[number]].append(origin)
-                is_alike = not uses(name, by_kind[False]) or uses(name, by_kind[True])
-                if key not in moved and not is_alike:
-                    moved[key] = None
-    if moved:
-        text = f"layers are in another order than in {some([*moved], '')}"
-        fit.add_problem(f"{text}, with other values", moved)
-
-
 def _check_experts(
     fit: ConfigFit,
     size: StatedSize | None,
@@ -436,49 +281,9 @@ def _check_experts(
     lost = {*gone.values()}
     if size is None or not 0 < len(lost) < len({*numbers.values()} - {None}):  # none of them left
         return set()
-    text = f"{size.key} {size.value}: the tensors lack experts {_ranges(lost)}"
+    text = f"{size.key} {size.value}: the tensors lack experts {ranges(lost)}"
     fit.add_problem(text, [fit.place(size)])
     return {*gone}
-
-
-def _are_all(numbers: set[int], count: int) -> bool:
-    """Return whether natural numbers are those below a count, which may be huge."""
-    return len(numbers) == count == max(numbers, default=-1) + 1
-
-
-def _ranges(numbers: Collection[int]) -> str:
-    """Return numbers as text: "0 to 3", "0, 2"."""
-    ordered = sorted(numbers)
-    if len(ordered) > 2 and ordered[-1] - ordered[0] + 1 == len(ordered):
-        return f"{ordered[0]} to {ordered[-1]}"
-    return ", ".join(map(str, ordered[:_SHOWN])) + (", ..." if len(ordered) > _SHOWN else "")
-
-
-def edited_kinds(fit: ConfigFit) -> list[str]:
-    """Return the edited keys that state the kinds of layers."""
-    keys = [key for key in fit.edited if any(word in key for word in _KINDS)]
-    return sorted([
-        key for key in keys if not (type(fit.config.get(key)) is int and key.endswith(_COUNTS))
-    ])  # fmt: skip
-
-
-def _exchanged(fit: ConfigFit, structure: Structure, new: Collection[str]) -> list[str]:
-    """Return tensors that are gone from layers that have others, whose kinds the user edited."""
-    if not edited_kinds(fit):
-        return []
-    changed = {parse_name(name).outermost for name in new if name not in structure}
-    of_layers = [name for name in structure if "layer" in dict(structure[name].indices)]
-    layers: dict[str, set[str]] = defaultdict(set)  # that have a tensor of the same name
-    for name in of_layers:
-        layers[drop_indices(parse_name(name).template)].add(parse_name(name).outermost)
-    count = len(set().union(*layers.values()))
-    return [
-        name
-        for name in of_layers
-        if name not in new
-        and parse_name(name).outermost in changed
-        and len(layers[drop_indices(parse_name(name).template)]) < count
-    ]
 
 
 def _missing(

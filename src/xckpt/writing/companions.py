@@ -12,6 +12,7 @@ import filecmp
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -26,6 +27,7 @@ from xckpt.formatting import counted
 from xckpt.index import StoredList
 from xckpt.quantization.model import parse_json
 from xckpt.storage import write_file
+from xckpt.storage.source import files_of
 from xckpt.structure.config_check import (
     LABELS,
     ConfigFit,
@@ -34,8 +36,6 @@ from xckpt.structure.config_check import (
     check_labels,
 )
 from xckpt.structure.config_fit import (
-    check_kinds,
-    edited_kinds,
     fit_config,
     fit_quantization,
     may_be_tied,
@@ -43,6 +43,7 @@ from xckpt.structure.config_fit import (
     tokens_without_row,
     untie_head,
 )
+from xckpt.structure.config_layers import Sources, edited_kinds, lists_by_layer
 from xckpt.structure.facts import (
     DTYPE_KEYS,
     declarations_in,
@@ -146,7 +147,7 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     before = origin.written({t.name: t.dtype for t in after}).tensors
     if not before:
         return gathered
-    fit = fit_config(config, before, after, {p.name: _source(p) for p in payloads})
+    fit = fit_config(config, before, after, _sources(origin, payloads))
     if fit.missing:  # a part of a model
         return gathered
     if _main_type(before) != _main_type(after):
@@ -200,7 +201,7 @@ def companions_of(
     edited = origin.edited(CONFIG, config)
     if edited.get(TYPE) != config.get(TYPE):
         before = []  # the tensors of another model
-    fit = _fit(config, edited, before, after, tensors)
+    fit = _fit((config, edited), before, after, origin, tensors)
     old_names = [tensor.name for tensor in before]
     if fit.missing and _have_no_name_of(old_names, tensors):
         in_memory = _in_memory(origin, tensors.values())
@@ -246,16 +247,16 @@ def companions_of(
 
 
 def _fit(
-    config: Mapping[str, Any],
-    edited: Mapping[str, Any],
+    configs: tuple[Mapping[str, Any], Mapping[str, Any]],  # before and after edits
     before: Sequence[Described],
     after: Sequence[Described],
+    origin: Origin,
     tensors: Mapping[str, WantedTensor],
 ) -> ConfigFit:
     """Return the fit of a config to new tensors, whose old ones may be unknown."""
+    config, edited = configs
     if before:
-        sources = {tensor.name: _source(tensor) for tensor in tensors.values()}
-        return fit_config(config, before, after, sources, edited)
+        return fit_config(config, before, after, _sources(origin, tensors.values()), edited)
     fit = check_config(edited, after)
     check_labels(fit, after)
     check_extents(fit, after)
@@ -272,7 +273,7 @@ def _check_order(
     after: Sequence[Described],
     files: Mapping[str, Path],
 ) -> None:
-    """Find rows of tokens and labels, and layers, in another order than what describes them."""
+    """Find rows of tokens and labels in another order than what describes them."""
     structure = Structure(after, model_facts({"config": fit.config}))
     stated = sections_of(fit.config)
     if _GENERATION in files:
@@ -285,24 +286,51 @@ def _check_order(
     labels = [key for key in LABELS if key in fit.config and key not in fit.edited]
     if labels and are_rows_moved(tensors, structure, "label", origin.array):
         fit.problems.append(f"the labels are in another order than in {some(labels, '')}")
-    if CONFIG not in files:
-        return
+
+
+def _sources(origin: Origin, tensors: Iterable[WantedTensor]) -> Sources:
+    """Return where the values of new tensors come from."""
     by_name = {tensor.name: tensor for tensor in tensors}
     arrays: dict[str, Any] = {n: getattr(t, "data", {}).get("data") for n, t in by_name.items()}
-    layers = LayersInMemory(Structure(origin.decoded), origin.array)
-    small = {
-        name: array
-        for name, array in arrays.items()
-        if is_computed(array) and 0 < array.nbytes <= _SMALL_NBYTES
-    }
 
-    def stored_names(name: str) -> list[str]:
-        return _stored_names(origin, by_name[name]) or layers.names_of(name, arrays[name])
+    @cache
+    def layers() -> LayersInMemory:
+        return LayersInMemory(Structure(origin.decoded), origin.array)
+
+    @cache
+    def small(name: str) -> bool:
+        return is_computed(arrays[name]) and 0 < arrays[name].nbytes <= _SMALL_NBYTES
+
+    @cache
+    def alike() -> set[Path]:
+        return _folders_of_equal_layers(origin)
+
+    def names(name: str) -> list[str]:
+        array = arrays[name]
+        lazies = [array] if isinstance(array, LazyArray) else lazies_in(array).values()
+        sources = {source for lazy in lazies for source in lazy.sources}
+        files = {file.name for source in sources for file in files_of(source)}
+        if not alike().issuperset([Path(file).parent for file in files]):
+            return []
+        return _stored_names(origin, by_name[name]) or layers().names_of(name, array)
 
     def uses(name: str, sources: Collection[str]) -> bool:
-        return bool(sources) and (name not in small or is_computed_from(small[name], sources))
+        return bool(sources) and (not small(name) or is_computed_from(arrays[name], sources))
 
-    check_kinds(fit, structure, stored_names, uses)
+    return Sources({name: _source(tensor) for name, tensor in by_name.items()}, names, uses)
+
+
+def _folders_of_equal_layers(origin: Origin) -> set[Path]:
+    """Return the folders whose config has the same values for each layer as the origin's."""
+    if origin.folder is None:
+        return set()
+    lists = {}
+    for place in (origin.folder, *origin.others):
+        if is_readable(place / CONFIG):
+            size = sizes_stated_in(read_json(place / CONFIG) or {}).get("layer")
+            lists[place] = lists_by_layer(size) if size else {}
+    of_origin = lists.get(origin.folder)
+    return {place for place in lists if lists[place] == of_origin} | {origin.folder}
 
 
 def _keys_of_tokens(section: Mapping[str, Any], numbers: Collection[int]) -> list[str]:
