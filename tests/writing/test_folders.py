@@ -2078,6 +2078,58 @@ class TestEditedConfigs:
             classifier.drop_vars(NORM).assign_attrs(config=edited).ckpt.save("part/")
         assert "config.json" not in names("part")
 
+    @pytest.mark.filterwarnings("error:.*libraries ignore")
+    def test_another_class_has_other_tensors_in_all_layers(self) -> None:
+        base = xckpt.open("a")
+        zeros = xr.DataArray(np.zeros((8, 8), "f4"), dims=("row", "column"))
+        names_by_layer = [f"model.layers.{n}.cross_attn.q_proj.weight" for n in range(3)]
+        more = {"model.pooler.dense.weight": zeros} | dict.fromkeys(names_by_layer, zeros)
+        edited = LLAMA | {"architectures": ["LlamaForSequenceClassification"]}
+        model = base.drop_vars(HEAD).assign(more).assign_attrs(config=edited)
+        model.ckpt.save("out/")
+        assert config("out") == edited
+        text = r"tensors that a/ lacks, .*: 'model\.layers\.0\.mlp\.upproj\.weight'$"
+        with pytest.warns(CheckpointWarning, match=text):
+            model.assign({"model.layers.0.mlp.upproj.weight": zeros}).ckpt.save("slip/")
+
+    @pytest.mark.parametrize("change", [lambda ds: ds, lambda ds: ds * 2], ids=["read", "scaled"])
+    @pytest.mark.parametrize("path", ["a", "a/model.safetensors"])
+    def test_a_head_that_is_stated_to_be_tied_may_be_dropped(self, change: Any, path: str) -> None:
+        tied = LLAMA | {"tie_word_embeddings": True}
+        ds = change(xckpt.open(path)).drop_vars(HEAD)
+        ds.assign_attrs(config=tied).ckpt.save("out/")
+        assert config("out") == tied
+        assert {"tokenizer.json", "generation_config.json"} <= {*names("out")}
+        text = (
+            rf"""lacks 1 of its 30 tensors: '{HEAD}'; attrs\["config"\] with changes, .*"tie_word"""
+        )
+        with pytest.warns(CheckpointWarning, match=text):
+            ds.ckpt.save("untied/")
+        assert names("untied") == ["model.safetensors"]
+        with pytest.warns(CheckpointWarning, match=r"lacks 2 .* as of \"architectures\", is"):
+            ds.drop_vars(NORM).ckpt.save("untied/", overwrite=True)
+        with pytest.warns(CheckpointWarning, match=rf"lacks 1 .*'{NORM}'"):
+            ds.drop_vars(NORM).assign_attrs(config=tied).ckpt.save("part/")
+
+    def test_a_head_of_another_width_than_the_table_cannot_be_tied(self) -> None:
+        tensors = llama(0) | {HEAD: np.ones((32, 4), "f4")}
+        xckpt.save(tensors, "a/model.safetensors", overwrite=True)
+        ds = xckpt.open("a").drop_vars(HEAD)
+        for stated in (LLAMA, LLAMA | {"tie_word_embeddings": True}):
+            with pytest.warns(CheckpointWarning, match='lacks 1 .* as of "architectures", is'):
+                ds.assign_attrs(config=stated).ckpt.save("out/", overwrite=True)
+            assert names("out") == ["model.safetensors"]
+
+    @pytest.mark.filterwarnings("error:.*libraries ignore")
+    def test_a_head_that_is_stated_not_to_be_tied_is_expected(self) -> None:
+        stated = LLAMA | {"tie_word_embeddings": True}
+        Path("a/config.json").write_text(json.dumps(stated))
+        xckpt.open("a").drop_vars(HEAD).ckpt.save("tied/")
+        tied = xckpt.open("tied")
+        ds = tied.assign({HEAD: tied[TABLE]})
+        ds.assign_attrs(config=LLAMA).ckpt.save("out/")
+        assert config("out") == LLAMA
+
     @pytest.mark.parametrize("load", [lambda ds: ds, lambda ds: ds.compute()])
     @pytest.mark.parametrize("chosen", [[0, 2], [1, 0, 2]], ids=["dropped", "moved"])
     def test_layers_of_another_kind_that_was_stated_have_other_tensors(

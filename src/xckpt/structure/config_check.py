@@ -52,6 +52,8 @@ class ConfigFit:
     renamed: str = ""
     #: Weights of the model that are missing.
     missing: list[str] = field(default_factory=list)
+    #: Whether these are all of a head that a config may state to be the table of tokens.
+    lacks_head: bool = False
     #: Tensors that are gone from layers of another kind, which the user stated.
     exchanged: list[str] = field(default_factory=list)
     #: Tensors that the model lacks, also under another number of a layer.

@@ -29,6 +29,7 @@ from xckpt.structure.config_layers import (
     check_edited_layers,
     exchanged_tensors,
     fit_layers,
+    in_some_layers,
     ranges,
 )
 from xckpt.structure.facts import (
@@ -90,16 +91,18 @@ def fit_config(
     remaining = [name for name in structure if name not in removed]
     removed |= _check_experts(fit, sizes.get("expert"), structure, remaining, new)
     fit.exchanged = exchanged_tensors(fit, structure, new)
+    tied = edited if edited is not None and _TIED in fit.edited else fit.config
     fit.missing = _missing(fit, structure, old, new, removed.union(fit.exchanged))
+    _fit_missing_head(fit, structure, old, tied)
     if not fit.renamed:
         known = {_without_numbers(name, config) for name in old}
         fit.added = [name for name in new if _without_numbers(name, config) not in known]
     if _CLASSES in fit.edited:  # another class of model has other modules, such as its head
         fit.missing = _below_same_modules(fit.missing, new)
-        fit.added = _below_same_modules(fit.added, old)
+        fit.added = in_some_layers(fit.added, new)
     configs = config, config if edited is None else edited
     _fit_axes(fit, structure, old, new, configs=configs)
-    _fit_head(fit, Structure(after), old, sources.values)
+    _fit_head(fit, Structure(after), old, sources.values, tied)
     if edited is not None and fit.edited:
         for key in fit.edited:
             fit.config.pop(key, None)
@@ -159,15 +162,37 @@ def _check_edited_labels(
 
 
 def _fit_head(
-    fit: ConfigFit, structure: Structure, old: Collection[str], sources: Mapping[str, Any]
+    fit: ConfigFit,
+    structure: Structure,
+    old: Collection[str],
+    sources: Mapping[str, Any],
+    stated: Mapping[str, Any],
 ) -> None:
     """State that the head is not tied to the embeddings if its values are others."""
     head, table = structure.weight_of("output"), structure.weight_of("token_embedding")
-    if head is None or table is None or not may_be_tied(fit.config) or _TIED in fit.edited:
+    if head is None or table is None:
         return
-    if head not in old or sources[head] != sources[table]:
-        untie_head(fit)
+    is_apart = not may_be_tied(stated)
+    if not is_apart and _TIED not in fit.edited:
+        is_apart = head not in old or sources[head] != sources[table]
+        if is_apart:
+            untie_head(fit)
+    if is_apart:
         fit.added = [name for name in fit.added if name != head]
+
+
+def _fit_missing_head(
+    fit: ConfigFit, structure: Structure, old: Mapping[str, Shape], stated: Mapping[str, Any]
+) -> None:
+    """Take a head for the table of tokens if the config states that they are tied."""
+    head, table = structure.weight_of("output"), structure.weight_of("token_embedding")
+    if table is None or (head is not None and sorted(old[head]) != sorted(old[table])):
+        return
+    without_head = [name for name in fit.missing if structure[name].slot != "output"]
+    if may_be_tied(stated):
+        fit.missing = without_head
+    else:
+        fit.lacks_head = _TIED in stated and not without_head
 
 
 def untie_head(fit: ConfigFit) -> None:
@@ -301,13 +326,7 @@ def _missing(
         if renamed:
             fit.renamed = f"no tensor has the name {some(renamed, 'names', _SHOWN)} any more"
         return []
-    is_tied = may_be_tied(fit.config) and structure.weight_of("token_embedding") is not None
-    weights = []
-    for name in missing:
-        info = structure[name]
-        if info.role in PARAMETERS and not (is_tied and info.slot == "output"):
-            weights.append(name)
-    return weights
+    return [name for name in missing if structure[name].role in PARAMETERS]
 
 
 def _below_same_modules(names: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -320,6 +320,17 @@ def exchanged_tensors(fit: ConfigFit, structure: Structure, new: Collection[str]
         if name not in new
         and parse_name(name).outermost in changed
         and len(layers[drop_indices(parse_name(name).template)]) < count
+    ]
+
+
+def in_some_layers(names: Sequence[str], new: Collection[str]) -> list[str]:
+    """Return the names of tensors that only some layers of their stack have."""
+    counts = Counter([drop_indices(parse_name(name).template) for name in names])
+    return [
+        name
+        for stem, numbers in _layers(new).items()
+        for name in _layers(names).get(stem, ())
+        if counts[drop_indices(parse_name(name).template)] < len({*numbers.values()})
     ]
 
 

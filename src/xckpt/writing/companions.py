@@ -525,7 +525,9 @@ def _reasons(
         total = counted(count, "tensor")
         lacks = f"the file lacks {len(fit.missing)} of its {total}: {some(fit.missing, '', 3)}"
         hint = '{}; attrs["{}"] with changes, as of "{}", is written'
-        reasons = dict.fromkeys(names, hint.format(lacks, "config", "architectures"))
+        keys = 'tie_word_embeddings" (true if the head is the table of tokens) or "architectures'
+        key = keys if fit.lacks_head else "architectures"
+        reasons = dict.fromkeys(names, hint.format(lacks, "config", key))
         if reasons.pop(ADAPTER_CONFIG, None) and not has_new_adapter:
             reasons[ADAPTER_CONFIG] = hint.format(lacks, "adapter_config", "target_modules")
         return reasons
