@@ -1205,6 +1205,27 @@ class TestNamesInStateDicts:
         for path in ("renamed.safetensors", "converted.safetensors"):
             assert xckpt.open(path).keys() == llama(0).keys()
 
+    @pytest.mark.parametrize("change", [lambda ds: ds, lambda ds: ds * 2], ids=["read", "scaled"])
+    def test_after_renaming_a_config_that_is_stated_as_a_whole_holds(self, change: Any) -> None:
+        prefix = "state_dict.model."
+        tensors = {"step": np.ones(1)} | {prefix + n: array for n, array in llama(0).items()}
+        xckpt.save(tensors, "last.safetensors")
+        ds = xckpt.open("last.safetensors")
+        ds = ds.drop_vars("step")
+        ds = change(ds.rename({name: str(name).removeprefix(prefix) for name in ds}))
+        text = r"written from the attributes.*only its sizes were compared.*: 'config\.json'"
+        with pytest.warns(CheckpointWarning, match=text):
+            ds.assign_attrs(config=LLAMA).ckpt.save("out/")
+        assert config("out") == LLAMA
+        base = LLAMA | {"architectures": ["LlamaModel"]}
+        with pytest.warns(CheckpointWarning, match=text):
+            ds.drop_vars(HEAD).assign_attrs(config=base).ckpt.save("base-model/")
+        assert config("base-model") == base
+        wrong = LLAMA | {"vocab_size": 33}
+        with pytest.warns(CheckpointWarning, match="not written, as vocab_size 33: .* have 32"):
+            ds.assign_attrs(config=wrong).ckpt.save("wrong/")
+        assert names("wrong") == ["model.safetensors"]
+
     def test_with_other_tensors_are_as_in_the_checkpoint(self) -> None:
         tensors = {"state_dict.w": np.ones(3), "optimizer.state.0.exp_avg": np.ones(3)}
         xckpt.save(tensors, "new.safetensors")
@@ -2110,6 +2131,18 @@ class TestEditedConfigs:
             ds.drop_vars(NORM).ckpt.save("untied/", overwrite=True)
         with pytest.warns(CheckpointWarning, match=rf"lacks 1 .*'{NORM}'"):
             ds.drop_vars(NORM).assign_attrs(config=tied).ckpt.save("part/")
+
+    @pytest.mark.filterwarnings("ignore:.*from the attributes")
+    def test_an_edited_config_in_attributes_of_a_file_is_that_of_other_tensors(self) -> None:
+        xckpt.open("a").ckpt.save("a.zt")
+        ds = xckpt.open("a.zt").drop_vars(HEAD)
+        with pytest.warns(CheckpointWarning, match=f"lacks 1 of its 30 tensors: '{HEAD}'"):
+            ds.ckpt.save("part/")
+        tied: dict[str, Any] = {"tie_word_embeddings": True}
+        for n, edit in enumerate((tied, {"architectures": ["LlamaModel"]})):
+            for model in (ds, ds * 2):
+                model.assign_attrs(config=LLAMA | edit).ckpt.save(f"{n}/", overwrite=True)
+                assert config(str(n)) == LLAMA | edit
 
     def test_a_head_of_another_width_than_the_table_cannot_be_tied(self) -> None:
         tensors = llama(0) | {HEAD: np.ones((32, 4), "f4")}

@@ -197,9 +197,13 @@ def companions_of(
     parsed = {name: read_json(files[name]) for name in files if name in {*PARSED, ADAPTER_CONFIG}}
     # Written anew, as there is no file to copy.
     stated = {name: config for name, config in origin.configs.items() if name not in files}
-    config = (parsed | stated).get(CONFIG) or {}
+    # Of the old tensors, unless the user stated it as a whole.
+    old = stated | {n: c for n in stated if (c := origin.config_in_attributes(n))} | parsed
+    config, of_adapter = (old.get(name) or {} for name in (CONFIG, ADAPTER_CONFIG))
     edited = origin.edited(CONFIG, config)
-    if edited.get(TYPE) != config.get(TYPE):
+    main = CONFIG if config else ADAPTER_CONFIG
+    is_whole = main in stated and origin.config_in_attributes(main) is None
+    if is_whole or edited.get(TYPE) != config.get(TYPE):
         before = []  # the tensors of another model
     fit = _fit((config, edited), before, after, origin, tensors)
     old_names = [tensor.name for tensor in before]
@@ -212,7 +216,6 @@ def companions_of(
     fit_quantization(fit, dense, after, codes, is_quantized=is_quantized)
     _check_order(fit, origin, tensors.values(), after, files)
     _check_experts(changes, origin, tensors.values(), fit.config)
-    of_adapter = (parsed | stated).get(ADAPTER_CONFIG) or {}
     adapter = origin.edited(ADAPTER_CONFIG, of_adapter)
     has_new_adapter = adapter != of_adapter  # which the user states for these tensors
     dropped = _reasons(fit, [*files, *stated], len(before), has_new_adapter=has_new_adapter)

@@ -66,8 +66,13 @@ class Origin:
     configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     #: The config in the attributes when the object was opened; None for results of arithmetic.
     opened: Any = None
-    #: The config in the attributes of the file.
-    in_file: Any = None
+    #: Configs in the attributes of the file, by the name of theirs.
+    in_file: Mapping[str, Any] = field(default_factory=dict)
+
+    def config_in_attributes(self, name: str) -> dict[str, Any] | None:
+        """Return the config that the attributes had before the user stated another one."""
+        before = self.opened if name == CONFIG else None
+        return before or self.in_file.get(name)
 
     def edited(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config in the folder with the values that the user edited in the attributes."""
@@ -76,7 +81,7 @@ class Origin:
         unedited = [before]
         if before is None:
             paths = [path for folder in self.others if is_readable(path := folder / name)]
-            before, unedited = config, [config, self.in_file, *map(read_json, paths)]
+            before, unedited = config, [config, self.in_file.get(name), *map(read_json, paths)]
         if edited is None or edited in unedited:
             return dict(config)
         if before.get(TYPE) != config.get(TYPE):  # the config of another model was edited
@@ -137,8 +142,7 @@ class _Written(NamedTuple):
 
 def origin_of(gathered: Gathered) -> Origin:
     """Return the checkpoint that most tensors come from, without a folder if it is remote."""
-    stated = {name: read_config("", gathered.attrs, name.removesuffix(".json")) for name in CONFIGS}
-    configs = {name: config for name, config in stated.items() if config is not None}
+    configs = _configs_in(gathered.attrs)
     counts: Counter[str] = Counter()
     for payload in gathered.payloads:
         counts.update({file.name: None for file in source_files([payload])}.keys())
@@ -169,7 +173,7 @@ def origin_of(gathered: Gathered) -> Origin:
                 for part in t.parts.values()
             }
             others = [other for other in folders if other != folder]
-            attrs = gathered.config, index.attrs.get("config")
+            attrs = gathered.config, _configs_in(index.attrs)
             origins.append(
                 Origin(
                     folder, file_names, *described, codes, array, places, others, configs, *attrs
@@ -179,6 +183,12 @@ def origin_of(gathered: Gathered) -> Origin:
             if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
                 return origins[-1]
     return origins[0] if origins else Origin(configs=configs)
+
+
+def _configs_in(attrs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the configs in attributes, by the name of their file."""
+    stated = {name: read_config("", attrs, name.removesuffix(".json")) for name in CONFIGS}
+    return {name: config for name, config in stated.items() if config is not None}
 
 
 def _stored_array(index: Index, source: Source, name: str) -> LazyArray | None:
