@@ -1750,6 +1750,109 @@ class TestSizesOfParts:
                 model.assign_attrs(config=wrong).ckpt.save(f"{n}/")
             assert names_without_config(str(n))
 
+    @staticmethod
+    def images(
+        first: str, channels: int = 3, size: Any = 64, args: tuple[str, ...] = ("in_chans",)
+    ) -> dict[str, Any]:
+        """Return a config of timm."""
+        square = [size, size] if isinstance(size, int) else size
+        stated = {"in_chans": channels, "img_size": square, "depth": 2}
+        return {
+            "architecture": "vit_tiny_patch16_224",
+            "model_args": {key: stated[key] for key in (*args, "depth")},
+            "pretrained_cfg": {"input_size": [channels, *square], "first_conv": first},
+        }
+
+    @staticmethod
+    def in_grey(ds: xr.Dataset, name: str) -> xr.Dataset:
+        """Return a model whose first convolution reads one channel."""
+        weight = ds[name]
+        grey = weight.sum(str(weight.dims[1]), keepdims=True)
+        return ds.drop_vars(name).assign({name: grey})
+
+    @pytest.mark.parametrize("args", [("in_chans", "img_size"), ()])
+    @pytest.mark.parametrize("edit", [None, "model_args", "pretrained_cfg", "both"])
+    def test_channels_of_timm_are_those_of_the_first_convolution(
+        self, args: tuple[str, ...], edit: str | None
+    ) -> None:
+        old, new = (self.images("stem.0", channels, args=args) for channels in (3, 1))
+        self.write(old, {"stem.0.weight": (8, 3, 4, 4), "stem.1.weight": (8,), "fc.weight": (5, 8)})
+        ds = self.in_grey(xckpt.open("base"), "stem.0.weight")
+        stated = old | ({edit: new[edit]} if edit in new else {})
+        ds = ds.assign_attrs(config=new if edit == "both" else stated)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
+            ds.ckpt.save("out/")
+        assert config("out") == new
+        texts = [str(warning.message) for warning in caught]
+        is_corrected = any("pretrained_cfg.input_size: [1, 64, 64]" in text for text in texts)
+        assert is_corrected == (edit not in {"pretrained_cfg", "both"})
+        wrong = self.images("stem.0", 4)
+        for n, model in enumerate((ds, ds.compute(), ds.drop_encoding().compute())):
+            with pytest.warns(
+                CheckpointWarning, match=r"model_args\.in_chans 4: the tensors have 1"
+            ):
+                model.assign_attrs(config=wrong).ckpt.save(f"{n}/")
+            assert names_without_config(str(n))
+
+    def test_another_first_convolution_of_timm_is_no_matter_of_channels(self) -> None:
+        self.write(self.images("stem.0"), {"stem.0.weight": (8, 3, 4, 4), "fc.weight": (5, 8)})
+        ds = xckpt.open("base")
+        other = xr.DataArray(np.ones((8, 3, 3, 3), "f4"), dims=ds["stem.0.weight"].dims)
+        with pytest.warns(CheckpointWarning, match=r"other shapes than before: 'stem\.0\.weight'"):
+            ds.drop_vars("stem.0.weight").assign({"stem.0.weight": other}).ckpt.save("out/")
+        assert names_without_config("out")
+
+    @pytest.mark.parametrize("extra", [0, 1, 5])
+    @pytest.mark.parametrize("args", [("img_size",), ()])
+    @pytest.mark.parametrize("size", [96, [96, 128]])
+    def test_a_stated_size_of_images_of_timm_is_that_of_the_positions(
+        self, extra: int, args: tuple[str, ...], size: Any
+    ) -> None:
+        old, new = (self.images("patch_embed.proj", 3, n, args) for n in (64, size))
+        shapes = {"patch_embed.proj.weight": (8, 3, 16, 16), "pos_embed": (1, 16 + extra, 8)}
+        self.write(old, shapes)
+        count = 36 if size == 96 else 48
+        ds = xckpt.open("base")
+        table = xr.DataArray(np.ones((1, count + extra, 8), "f4"), dims=ds["pos_embed"].dims)
+        resized = ds.drop_vars("pos_embed").assign(pos_embed=table)
+        text = r"other shapes than before: 'pos_embed' .*; see 'model_args.img_size'"
+        with pytest.warns(CheckpointWarning, match=text):
+            resized.assign_attrs(config=old | {"img_size": size}).ckpt.save("unstated/")
+        assert names_without_config("unstated")
+        resized.assign_attrs(config=new).ckpt.save("both/")
+        assert config("both") == new
+        text = r"input_size: \[3, 96, .*\(was \[3, 64, 64\]\)"
+        stated = old["model_args"] | {"img_size": size}
+        with pytest.warns(CheckpointWarning, match=text):
+            resized.assign_attrs(config=old | {"model_args": stated}).ckpt.save("stated/")
+        assert config("stated") == new | {"model_args": stated}
+        for n, model in enumerate((ds, resized)):  # both have other numbers of positions
+            wrong = old | {"model_args": old["model_args"] | {"img_size": [160, 160]}}
+            with pytest.warns(CheckpointWarning, match=rf"have \d+ instead of {100 + extra}"):
+                model.assign_attrs(config=wrong).ckpt.save(f"{n}/")
+            assert names_without_config(str(n))
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t"])
+    def test_timm_loads_models_of_other_images(self, name: str) -> None:
+        timm: Any = pytest.importorskip("timm")
+        is_vit = name.startswith("vit")
+        args = {"depth": 1, "embed_dim": 48, "num_heads": 3, "img_size": 64} if is_vit else {}
+        model = timm.create_model(name, num_classes=7, **args)
+        timm.models.save_for_hf(model, "timm", model_args=args, safe_serialization=True)
+        first = "patch_embed.proj.weight" if is_vit else "conv1.0.weight"
+        ds = self.in_grey(xckpt.open("timm"), first)
+        if is_vit:
+            positions = ("one", "pos", "embd"), np.zeros((1, 37, 48), "f4")
+            ds = ds.drop_vars("pos_embed").assign(pos_embed=positions)
+            ds.attrs["config"]["model_args"]["img_size"] = 96
+        ds.ckpt.save("out/")
+        loaded = timm.create_model("local-dir:out", pretrained=True).state_dict()
+        assert loaded[first].shape[1] == 1
+        np.testing.assert_array_equal(loaded[first].numpy(), ds[first].values)
+        assert not is_vit or loaded["pos_embed"].shape == (1, 37, 48)
+
     def test_layers_that_xarray_filled_are_named_with_the_call_that_keeps_stacks_apart(
         self,
     ) -> None:

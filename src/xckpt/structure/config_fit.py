@@ -24,6 +24,7 @@ from xckpt.structure.config_check import (
     other_rows,
     stated_classes,
 )
+from xckpt.structure.config_images import IMAGE_SIZE, fit_images, positions_follow_images
 from xckpt.structure.config_layers import (
     Sources,
     check_edited_layers,
@@ -100,8 +101,9 @@ def fit_config(
     if _CLASSES in fit.edited:  # another class of model has other modules, such as its head
         fit.missing = _below_same_modules(fit.missing, new)
         fit.added = in_some_layers(fit.added, new)
+    of_images = fit_images(fit, config, edited, old, new)
     configs = config, config if edited is None else edited
-    _fit_axes(fit, structure, old, new, configs=configs)
+    _fit_axes(fit, structure, old, new, configs=configs, of_images=of_images)
     _fit_head(fit, Structure(after), old, sources.values, tied)
     if edited is not None and fit.edited:
         for key in fit.edited:
@@ -354,6 +356,7 @@ def _fit_axes(
     new: Mapping[str, Shape],
     *,
     configs: Sequence[Mapping[str, Any]],  # before and after edits
+    of_images: Collection[tuple[str, int]],  # axes that fit the images
 ) -> None:
     """Correct the sizes that are extents of axes."""
     # By tower and axis.
@@ -383,7 +386,9 @@ def _fit_axes(
             is_edited = pair[0] != pair[1] and pair[1] in (labels if axis == "label" else edited)
             if axis is not None and is_size and (size is not None or not is_edited):
                 extents[tower, axis].add(pair)
-            elif pair[0] != pair[1] and number not in stated and not is_edited:
+            elif (name, number) in of_images or number in stated or is_edited:
+                continue
+            elif pair[0] != pair[1]:
                 unexplained[name] = None
                 of_axis = [key for key in CONFIG_KEYS.get(axis or "", ()) if key in fit.config]
                 keys |= dict.fromkeys(of_axis or (LABELS if axis == "label" else ()))
@@ -395,7 +400,9 @@ def _fit_axes(
         name = min(unexplained)
         names = some(sorted(unexplained), most=_SHOWN)
         text = f"other shapes than before: {names} ({old[name]} to {new[name]})"
-        fit.add_problem(f"{text}; see {some([*keys], '')}" if keys else text, keys)
+        is_of_images = any(positions_follow_images(name, fit.config) for name in unexplained)
+        shown = [*keys, *([IMAGE_SIZE] if is_of_images else [])]
+        fit.add_problem(f"{text}; see {some(shown, '')}" if shown else text, keys)
 
 
 def _fit_size(
