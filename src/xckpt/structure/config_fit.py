@@ -6,6 +6,7 @@ modules, and other sizes are extents of axes. A new size is certain if all of th
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
