@@ -117,6 +117,14 @@ def test_other_objects_have_a_short_html() -> None:
     assert "Checkpoint: none" in xr.Dataset().ckpt._repr_html_()
 
 
+def test_a_sum_without_common_names_has_none() -> None:
+    a, b = (xckpt.open({name: np.ones(3, "f4")}) for name in ("module.w", "w"))
+    text = "it has no tensors; arithmetic keeps only those whose names both sides have"
+    assert text in " ".join(repr(((a + b) / 2).ckpt).split())
+    with pytest.raises(ValueError, match=text):
+        (a + b).ckpt.explore()
+
+
 class TestDataArray:
     @pytest.fixture
     def ds(self, tmp_path: Path) -> xr.Dataset:

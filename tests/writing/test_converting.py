@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 import xarray as xr
 
 import xckpt
@@ -353,3 +354,11 @@ class TestNewNames:
         with pytest.raises(error, match=re.escape(message)):
             convert(model, tmp_path / "new.zt", names=new)
         assert names(tmp_path) == ["m.zt"]
+
+
+@pytest.mark.parametrize("attrs", [{}, {"format": "mlx"}], ids=["not stated", "stated"])
+def test_metadata_of_safetensors_state_their_format(attrs: dict[str, str], tmp_path: Path) -> None:
+    save(xr.Dataset({"w": ("n", np.zeros(2))}, attrs={"epoch": 3, **attrs}), tmp_path / "m.npz")
+    convert(tmp_path / "m.npz", tmp_path / "m.safetensors")
+    with safetensors.safe_open(tmp_path / "m.safetensors", "np") as file:
+        assert file.metadata()["format"] == attrs.get("format", "pt")

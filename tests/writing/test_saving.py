@@ -121,7 +121,7 @@ def test_attributes_other_than_text_become_json(tmp_path: Path) -> None:
         texts = theirs.metadata()
     assert texts.items() >= {"n": "3", "sizes": "[1, 2]", "text": "ü"}.items()
     # Which of them are JSON is kept.
-    attrs = {"n": 3, "sizes": [1, 2], "text": "ü"}
+    attrs = {"format": "pt", "n": 3, "sizes": [1, 2], "text": "ü"}
     assert read_index(tmp_path / "m.safetensors").attrs == attrs
 
 
@@ -143,7 +143,7 @@ def halves(tmp_path: Path) -> Path:
     """A file of bfloat16 tensors."""
     path = tmp_path / "halves.safetensors"
     codes = np.arange(2**16, dtype="u2").reshape(256, 256)
-    save(dataset(w=codes.view(ml_dtypes.bfloat16)), path)
+    save(dataset(w=codes.view(ml_dtypes.bfloat16)).assign_attrs(format="pt"), path)
     return path
 
 

@@ -145,9 +145,10 @@ class CheckpointAccessor(Generic[Obj]):
         if result is not None:
             return result
         if not self._has_summary:
+            from xckpt.datasets.losses import NO_TENSORS
             from xckpt.notebook.documents import Heading
 
-            return [Heading("", "Checkpoint: none", [_not_ours(self._given)])]
+            return [Heading("", "Checkpoint: none", [NO_TENSORS])]
         return self._summary_blocks(self._summary(), calls=calls)
 
     # Not a `Shown`: importing this module loads no other room.
@@ -362,10 +363,11 @@ class CheckpointAccessor(Generic[Obj]):
         'lm_head.weight'
         """
         from xckpt.accessor.exploring import explore
+        from xckpt.datasets.losses import NO_TENSORS
         from xckpt.datasets.tensors import OpenTensors
 
         if not self._has_summary:
-            raise ValueError(_not_ours(self._given))
+            raise ValueError(NO_TENSORS)
         tensors = OpenTensors(self._obj)
         return explore(tensors, self._summary(tensors), self._stats, self._known_findings())
 

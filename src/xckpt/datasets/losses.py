@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray, Opened, Origin
     from xckpt.datasets.tensors import OpenTensors
 
+#: The reason why an object of unknown sources has no tensors.
+NO_TENSORS = (
+    "it has no tensors; arithmetic keeps only those whose names both sides have "
+    "(a.rename({old: new}) gives one another name)"
+)
 # Beginning of the names of layers of arrays in memory, as dask names them.
 _IN_MEMORY = "array-"
 

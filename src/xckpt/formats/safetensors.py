@@ -95,6 +95,7 @@ _TYPES = {
 }
 _BITS = {spelled: ELEMENT_TYPES[dtype].bits for spelled, dtype in _TYPES.items()}
 _BITS |= {"F6_E2M3": 6, "F6_E3M2": 6}
+_FORMAT = {"format": "pt"}
 _RANKS = {dtype: -rank for rank, dtype in enumerate(_TYPES.values())}
 
 
@@ -165,7 +166,7 @@ class Safetensors(Format):
         if len(drafts) == 1 and not is_index:
             return self._in_one(draft)
         # Hugging Face's libraries require the format of shards; the index has the total size.
-        attrs = {"format": "pt"} | {k: v for k, v in draft.attrs.items() if k != "total_size"}
+        attrs = _FORMAT | {k: v for k, v in draft.attrs.items() if k != "total_size"}
         stem = kit.file_stem(draft.path, f".safetensors{_INDEX}", _INDEX, ".safetensors")
         shards = {
             f"{stem}-{number:05}-of-{len(drafts):05}.safetensors": replace(shard, attrs=attrs)
@@ -186,7 +187,8 @@ class Safetensors(Format):
     def _in_one(self, draft: Draft) -> Plan:
         tensors = sorted(draft.tensors.values(), key=lambda t: (_RANKS[t.dtype], t.name))
         metadata = kit.attribute_texts(draft, {tensor.name: tensor for tensor in tensors})
-        entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        # Libraries that look at metadata require the format.
+        entries: dict[str, Any] = {"__metadata__": _FORMAT | metadata} if metadata else {}
         ends = [0, *accumulate(map(_nbytes, tensors))]
         for tensor, offsets in zip(tensors, pairwise(ends), strict=True):
             entry = {"dtype": self.spellings[tensor.dtype], "shape": tensor.shape}

@@ -27,7 +27,7 @@ from xckpt.arrays.derived import is_combined, lazies_in, with_blocks
 from xckpt.arrays.graph import lazy_of
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.datasets.combining import factor_changes, unrounded
-from xckpt.datasets.losses import SourceShapes, losses
+from xckpt.datasets.losses import NO_TENSORS, SourceShapes, losses
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.row_orders import other_orders
 from xckpt.datasets.stacking import lost_stacks
@@ -172,11 +172,7 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
             if lost:
                 raise ValueError(f"the Dataset has no tensors: {lost[0]}")
             raise ValueError(_NO_COMMON if isinstance(obj, xr.Dataset) else _TREE_AND_DATASET)
-        change = (
-            "it has no tensors; arithmetic keeps only those whose names both sides have "
-            "(a.rename({old: new}) gives one another name)"
-        )
-        changes.add_all(change, [] if lost else [type(obj).__name__])
+        changes.add_all(NO_TENSORS, [] if lost else [type(obj).__name__])
 
 
 def _half_changed(variables: Mapping[str, xr.Variable]) -> Iterator[str]:
