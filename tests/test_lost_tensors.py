@@ -386,7 +386,10 @@ def test_selected_layers_that_only_one_side_has_stacked_are_named(tmp_path: Path
     (text,) = warnings_of(stacked.isel(layers=[0, 1]) + flat, path)
     assert "4 of 7 tensors of a.safetensors missing" in text
     assert repr(Q[2]) not in text
-    (text,) = warnings_of(stacked.ckpt.find("*.layers.*") + flat.ckpt.find("*.layers.*"), path)
+    nothing = stacked.ckpt.find("*.layers.*") + flat.ckpt.find("*.layers.*")
+    with pytest.raises(ValueError, match="no tensors"):
+        nothing.ckpt.save(path)
+    (text,) = warnings_of(nothing.drop_attrs(), path)
     assert "no tensors" in text
 
 
@@ -411,8 +414,12 @@ def test_a_step_of_a_run_has_the_names_of_the_model(some: xr.Dataset, tmp_path: 
 def test_names_without_a_common_one_are_a_warning(base: xr.Dataset, tmp_path: Path) -> None:
     other = opened(tmp_path / "other.safetensors", ["transformer.wte.weight"])
     text = "no tensors; arithmetic keeps only those whose names both"
-    with pytest.warns(CheckpointWarning, match=text):
+    with pytest.raises(
+        ValueError, match="no tensors: arithmetic keeps only"
+    ):  # attributes of a file
         (base + other).ckpt.save(tmp_path / "new.safetensors")
+    with pytest.warns(CheckpointWarning, match=text):
+        (base + other).drop_attrs().ckpt.save(tmp_path / "new.safetensors")
 
 
 def test_models_without_a_common_name_are_an_error(base: xr.Dataset, tmp_path: Path) -> None:
@@ -440,6 +447,7 @@ def test_a_tree_and_a_dataset_have_no_names_in_common(
     result = derive(tree, base)
     with pytest.raises(ValueError, match=r"a DataTree and a Dataset.*open both with xckpt\.open"):
         result.ckpt.save(f"{tmp_path}/new/")
+    result.attrs = {}
     (text,) = warnings_of(result, tmp_path / "new.safetensors")
     assert "no tensors; arithmetic keeps only those whose names both sides have" in text
     assert text.endswith("'DataTree'")

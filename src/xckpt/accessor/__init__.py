@@ -145,10 +145,9 @@ class CheckpointAccessor(Generic[Obj]):
         if result is not None:
             return result
         if not self._has_summary:
-            from xckpt.datasets.losses import NO_TENSORS
             from xckpt.notebook.documents import Heading
 
-            return [Heading("", "Checkpoint: none", [NO_TENSORS])]
+            return [Heading("", "Checkpoint: none", [_without_tensors(self._given)])]
         return self._summary_blocks(self._summary(), calls=calls)
 
     # Not a `Shown`: importing this module loads no other room.
@@ -363,11 +362,10 @@ class CheckpointAccessor(Generic[Obj]):
         'lm_head.weight'
         """
         from xckpt.accessor.exploring import explore
-        from xckpt.datasets.losses import NO_TENSORS
         from xckpt.datasets.tensors import OpenTensors
 
         if not self._has_summary:
-            raise ValueError(NO_TENSORS)
+            raise ValueError(_without_tensors(self._given))
         tensors = OpenTensors(self._obj)
         return explore(tensors, self._summary(tensors), self._stats, self._known_findings())
 
@@ -617,6 +615,12 @@ def _summary_of(obj: Any, storage_options: dict[str, Any] | None) -> Summary:
     if not isinstance(obj, Index):
         obj = read_index(obj, storage_options=storage_options)
     return index_summary(obj)
+
+
+def _without_tensors(obj: xr.Dataset | xr.DataTree | xr.DataArray) -> str:
+    from xckpt.datasets.losses import NO_TENSORS
+
+    return f"{NO_TENSORS}; {_not_ours(obj)}"
 
 
 def _not_ours(obj: xr.Dataset | xr.DataTree | xr.DataArray) -> str:
