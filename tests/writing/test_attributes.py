@@ -262,9 +262,12 @@ class TestSizes:
         gguf.attrs["tokenizer.ggml.bos_token_id"] = 1
         text = warning_of(save, gguf.isel(vocab=np.arange(16)[::-1]), tmp_path / "new.gguf")
         assert "another order than in: 'tokenizer.ggml.tokens'" in text
-        assert (
-            "whose rows moved (state their new numbers): 'tokenizer.ggml.bos_token_id: 1'" in text
-        )
+        line = "whose rows moved (state their new numbers in ds.attrs)"
+        assert f"{line}: 'tokenizer.ggml.bos_token_id: 1'" in text
+        save(gguf, tmp_path / "old.gguf")
+        stated = xckpt.open(tmp_path / "old.gguf").isel(vocab=np.arange(16)[::-1])
+        stated.attrs["tokenizer.ggml.bos_token_id"] = 14
+        assert "rows moved" not in warning_of(save, stated, tmp_path / "stated.gguf")
 
     @pytest.mark.parametrize(
         "derive",

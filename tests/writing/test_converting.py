@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -362,3 +362,52 @@ def test_metadata_of_safetensors_state_their_format(attrs: dict[str, str], tmp_p
     convert(tmp_path / "m.npz", tmp_path / "m.safetensors")
     with safetensors.safe_open(tmp_path / "m.safetensors", "np") as file:
         assert file.metadata()["format"] == attrs.get("format", "pt")
+
+
+class TestWeightsOfATraining:
+    """Attributes of an optimizer are written only beside its state."""
+
+    ATTRS: ClassVar = {
+        "epoch": 3,
+        "hyper_parameters.lr": 0.1,
+        "lr_schedulers.0.last_epoch": 1,
+        "optimizer.param_groups.0.lr": 0.1,
+    }
+
+    @pytest.fixture
+    def training(self, tmp_path: Path) -> Path:
+        tensors = {
+            "net.fc.weight": np.ones((2, 3), "f4"),
+            "optimizer.state.0.exp_avg": np.zeros((2, 3), "f4"),
+            "optimizer.state.0.exp_avg_sq": np.ones((2, 3), "f4"),
+        }
+        ds = xr.Dataset({name: (("out", "in"), value) for name, value in tensors.items()})
+        save(ds.assign_attrs(self.ATTRS), tmp_path / "m.npz")
+        return tmp_path / "m.npz"
+
+    @pytest.mark.parametrize(
+        ("write", "has_optimizer"),
+        [
+            (convert, True),
+            (lambda a, b: convert(a, b, tensors="optimizer.*", names=("^optimizer.", "")), True),
+            (lambda a, b: convert(a, b, tensors="net.*"), False),
+            (lambda a, b: convert(a, b, only="weights", names=("^net.fc.", "")), False),
+            (lambda a, b: xckpt.open(a, tensors="net.*").ckpt.save(b), False),
+            (lambda a, b: (xckpt.open(a).ckpt.find("net.*") * 2).ckpt.save(b), False),
+            (lambda a, b: xckpt.open(a).ckpt.find("net.*").load().ckpt.save(b), False),
+        ],
+        ids=["whole", "optimizer", "convert", "renamed", "opened", "computed", "in memory"],
+    )
+    @pytest.mark.parametrize("name", ["new.safetensors", "new/"])
+    def test_attributes(self, write: Any, has_optimizer: bool, name: str, training: Path) -> None:
+        target = f"{training.parent}/{name}"
+        write(str(training), target)
+        attrs = dict(read_index(target).attrs)
+        attrs.pop("format")
+        kept = {"epoch": 3, "hyper_parameters.lr": 0.1}
+        assert attrs == (self.ATTRS if has_optimizer else kept)
+
+    def test_attributes_of_the_user_stay(self, training: Path) -> None:
+        target = training.with_name("new.safetensors")
+        convert(training, target, only="weights", set_attrs={"optimizer.note": "dropped"})
+        assert read_index(target).attrs["optimizer.note"] == "dropped"

@@ -1057,10 +1057,11 @@ class TestResults:
         text = "; ".join([str(warning.message) for warning in caught])
         keys = {1: "bos_token_id", 2: "eos_token_id", 7: "eos_token_id"}
         named = ", ".join([f"'{keys[number]}: {number}'" for number in moved])
-        change = "names tokens whose rows moved (state their new numbers)"
-        assert (f"config.json {change}: {named}" in text) == bool(moved)
+        change = "names tokens whose rows moved (state their new numbers in attrs"
+        assert (f"config.json {change}['config']): {named}" in text) == bool(moved)
         assert (change in text) == bool(moved)
-        assert (f"generation_config.json {change}: 'pad_token_id: 7'" in text) == (7 in moved)
+        line = f"generation_config.json {change}['generation_config']): 'pad_token_id: 7'"
+        assert (line in text) == (7 in moved)
 
     def test_edited_numbers_of_tokens_are_those_of_the_new_rows(self) -> None:
         tokens = {"bos_token_id": 1, "eos_token_id": 5}
@@ -1403,7 +1404,7 @@ class TestQuantizedModels:
         stated = json.loads(Path("q/config.json").read_text()) | {"dtype": "float16"}
         Path("q/config.json").write_text(json.dumps(stated))
         ds = xckpt.open("q")
-        changed = [name for name in ds if ".layers.0." in str(name)]
+        changed = [n for n in ds if ".layers.0." in str(n) and str(n).endswith(".weight")]
         is_kept = config("q")["quantization_config"]["quant_method"] == "bitsandbytes"
         use = "does not convert them to, beside bitsandbytes" if is_kept else "converts them to"
         remedy = r"encoding=\{name: \{'dtype': 'float16'\}\}, cast='allow' writes float16"
@@ -2138,6 +2139,156 @@ class TestSizesOfParts:
         with pytest.warns(CheckpointWarning, match="not copied from base/"):
             ds.assign_attrs(config=stated).ckpt.save("unedited/")
         assert names_without_config("unedited")
+
+
+def write_tokens(folder: str, count: int, eos: int, **files: str) -> None:
+    """Write a tokenizer of so many tokens, and other files of it."""
+    vocabulary = {f"t{number}": number for number in range(32)}
+    added = [{"id": number, "content": f"t{number}"} for number in range(32, count)]
+    document = {"model": {"vocab": vocabulary}, "added_tokens": added}
+    Path(folder, "tokenizer.json").write_text(json.dumps(document))
+    settings = {"eos_token": {"content": f"t{eos}"}, "pad_token": "t0"}
+    Path(folder, "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, text in files.items():
+        Path(folder, f"{name}.jinja").write_text(text)
+
+
+def text_of(folder: str, name: str = "tokenizer.json") -> str:
+    return Path(folder, name).read_text()
+
+
+@pytest.mark.usefixtures("models")
+class TestTokenizers:
+    """The tokenizer is that of the source whose tokens the table has."""
+
+    @pytest.fixture(autouse=True)
+    def tokenizers(self, models: None) -> None:
+        tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+        for name in ("a", "b"):
+            Path(name, "config.json").write_text(json.dumps(LLAMA | tokens))
+            generation = tokens | {"eos_token_id": [2, 5], "top_k": 3}
+            Path(name, "generation_config.json").write_text(json.dumps(generation))
+            write_tokens(name, 32, eos=2)
+        Path("a/added_tokens.json").write_text("{}")
+        write_tokens("lora", 34, eos=33, chat_template="new")
+
+    @staticmethod
+    def train_tables(rows: int) -> None:
+        factors = {str(name): lora.values for name, lora in xckpt.open("lora").items()}
+        tables = {f"base_model.model.{name}": np.ones((rows, 8), "f4") for name in (HEAD, TABLE)}
+        xckpt.save(factors | tables, "lora/adapter_model.safetensors", overwrite=True)
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"max_shard_size": 2000}, {"dtype": "bf16"}], ids=["one", "shards", "bf16"]
+    )
+    @pytest.mark.parametrize("rows", [34, 64])
+    def test_trained_tables_have_that_of_the_adapter(
+        self, rows: int, options: dict[str, Any]
+    ) -> None:
+        self.train_tables(rows)
+        with pytest.warns(
+            CheckpointWarning, match=r"from lora/, whose 34 tokens.*eos_token_id: 33"
+        ):
+            xckpt.open("a").ckpt.merge("lora").ckpt.save("out/", cast="allow", **options)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert text_of("out", name) == text_of("lora", name)
+        assert "added_tokens.json" not in names("out")
+        numbers = {"bos_token_id": 1, "eos_token_id": 33, "pad_token_id": 0}
+        assert config("out").items() >= (numbers | {"vocab_size": rows}).items()
+        generation = numbers | {"eos_token_id": [33, 5], "top_k": 3}
+        assert json.loads(text_of("out", "generation_config.json")) == generation
+
+    def test_edited_numbers_stay(self) -> None:
+        self.train_tables(34)
+        merged = xckpt.open("a").ckpt.merge("lora")
+        merged.attrs["config"]["eos_token_id"] = 32
+        with pytest.warns(CheckpointWarning, match="from lora/"):
+            merged.ckpt.save("out/")
+        assert config("out")["eos_token_id"] == 32
+
+    def test_equal_tokens_are_those_of_the_base(self) -> None:
+        write_tokens("lora", 32, eos=2, chat_template="new")
+        self.train_tables(32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            xckpt.open("a").ckpt.merge("lora").ckpt.save("out/")
+        assert "added_tokens.json" in names("out")
+        assert "chat_template.jinja" not in names("out")
+
+    def test_tables_of_another_model_have_its_tokenizer_and_numbers(self) -> None:
+        write_tokens("b", 33, eos=4, chat_template="b")
+        document = json.loads(text_of("b"))
+        document["model"]["vocab"] = {f"b{number}": number for number in range(31)}
+        document["added_tokens"] = []
+        Path("b/tokenizer.json").write_text(json.dumps(document))
+        Path("b/config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 4, "pad_token_id": 3}))
+        a, b = both()
+        text = r"from b/, whose 31 tokens the 32 rows stand for: 'tokenizer\.json'; config.json has"
+        with pytest.warns(CheckpointWarning, match=text):
+            a.assign({name: b[name] for name in (HEAD, TABLE)}).ckpt.save("out/")
+        assert text_of("out", "chat_template.jinja") == "b"
+        assert config("out")["eos_token_id"] == 4
+        assert config("out")["pad_token_id"] == 3
+
+    def test_tokens_in_unused_rows_are_those_of_the_adapter(self) -> None:
+        for name in ("a", "lora"):
+            document = json.loads(text_of(name))
+            count = 30 if name == "a" else 32
+            document["model"]["vocab"] = {f"t{number}": number for number in range(count)}
+            document["added_tokens"] = []
+            Path(name, "tokenizer.json").write_text(json.dumps(document))
+        module = "base_model.model.model.embed_tokens"
+        factors = {str(name): lora.values for name, lora in xckpt.open("lora").items()}
+        factors |= {f"{module}.lora_embedding_A": np.ones((2, 32), "f4")}
+        factors |= {f"{module}.lora_embedding_B": np.ones((8, 2), "f4")}
+        xckpt.save(factors, "lora/adapter_model.safetensors", overwrite=True)
+        adapter = json.loads(text_of("lora", "adapter_config.json"))
+        adapter["target_modules"] += ["embed_tokens"]
+        Path("lora/adapter_config.json").write_text(json.dumps(adapter))
+        with pytest.warns(CheckpointWarning, match="from lora/, whose 32 tokens"):
+            xckpt.open("a").ckpt.merge("lora").ckpt.save("out/")
+        assert text_of("out") == text_of("lora")
+
+    def test_numbers_of_tokens_and_rows_are_named_where_it_is_unclear(self) -> None:
+        document = json.loads(text_of("b"))
+        del document["model"]["vocab"]["t31"]
+        Path("b/tokenizer.json").write_text(json.dumps(document))
+        text = r"from a/ with 32 tokens, beside a table of 32 rows.*'b/ another.* of 31 tokens'"
+        with pytest.warns(CheckpointWarning, match=text):
+            (total() / 2).ckpt.save("out/")
+        assert text_of("out") == text_of("a")
+
+    @pytest.mark.parametrize("is_stated", [False, True])
+    def test_edited_numbers_are_also_those_of_generation(self, is_stated: bool) -> None:
+        ds = xckpt.open("a")
+        order = ds.isel(vocab=[*range(10, 30), 0, 1, 2, 5])
+        stated = {"config": ds.attrs["config"] | {"bos_token_id": 21, "pad_token_id": 20}}
+        stated["config"]["eos_token_id"] = [22, 23]
+        stated |= {"generation_config": {"eos_token_id": [22, 23]}} if is_stated else {}
+        with pytest.warns(CheckpointWarning) as caught:
+            order.assign_attrs(stated).ckpt.save("out/")
+        text = str(caught[0].message)
+        named = "generation_config.json names tokens whose rows moved (state their new numbers in"
+        assert (f"{named} attrs['generation_config']): 'eos_token_id: 2'" in text) != is_stated
+        assert "'config.json names" not in text
+        generation = json.loads(text_of("out", "generation_config.json"))
+        numbers = {"bos_token_id": 21, "pad_token_id": 20, "top_k": 3}
+        assert generation == numbers | {"eos_token_id": [22, 23] if is_stated else [2, 5]}
+        assert "generation_config" not in xckpt.open("out").attrs
+
+    def test_a_stated_config_of_generation_needs_no_file(self) -> None:
+        Path("a/generation_config.json").unlink()
+        xckpt.open("a").assign_attrs(generation_config={"top_k": 5}).ckpt.save("out/")
+        assert json.loads(text_of("out", "generation_config.json")) == {"top_k": 5}
+
+    def test_a_tower_without_tokens_has_no_tokenizer(self) -> None:
+        tensors = {f"vision_model.{n}": v for n, v in llama(3).items() if n not in {HEAD, TABLE}}
+        xckpt.save(llama(3) | tensors, "a/model.safetensors", overwrite=True)
+        tower = xckpt.open("a", tensors="vision_model.*").assign_attrs(config={"model_type": "x"})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tower.ckpt.save("out/")
+        assert names("out") == ["config.json", "generation_config.json", "model.safetensors"]
 
 
 def names_without_config(folder: str) -> bool:

@@ -184,6 +184,8 @@ P = TypeVar("P")  # parameters of a scheme
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 # More than the size of any stored shape, or of any state of bitsandbytes, in bytes.
 _MAX_CONTENT = 4096
+#: End of the names of tensors of bitsandbytes that have the order of codes.
+CODE_ORDER = ".weight_format"
 _MAX_AXES = 32
 _MAX_NBYTES = (1 << 63) - 1
 _MAX_GROUP = 1 << 32
@@ -238,8 +240,7 @@ class Model:
         descriptive = [
             tensor
             for name, tensor in tensors.items()
-            if name.endswith(("_shape", ".weight_format", ".comfy_quant"))
-            or ".quant_state." in name
+            if name.endswith(("_shape", CODE_ORDER, ".comfy_quant")) or ".quant_state." in name
             if tensor.layout == "dense" and tensor.problem is None
             if 0 < decoded_nbytes(tensor) <= _MAX_CONTENT
         ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.index import Codebook, Part, Tensor
 from xckpt.quantization.model import (
+    CODE_ORDER,
     FLOATS,
     LayoutError,
     Model,
@@ -247,7 +248,7 @@ def _match_int8(model: Model, name: str, module: str, codes: Tensor) -> Weight:
     scales = model.require(f"{module}.SCB", {"float32"})
     if codes.ndim != 2:
         raise LayoutError("shape", f"{short_name(name)} has {codes.ndim} axes, not two")
-    order = model.find(f"{module}.weight_format")
+    order = model.find(f"{module}{CODE_ORDER}")
     # Contents that cannot be read may state such an order.
     if order is not None and any(model.content(order) or b"\1"):
         raise LayoutError("order", "weight_format states that codes are in the order of tiles")
@@ -257,6 +258,4 @@ def _match_int8(model: Model, name: str, module: str, codes: Tensor) -> Weight:
         block=block, code="int8", bits=8, word_bits=8, axis=1, factor=_INT8_FACTOR
     )
     parts = {"data": view_as(codes), "scales": view_as(scales)}
-    if order is not None:  # which transformers takes for a part of a dense weight, too
-        parts["state"] = view_as(order)
     return Weight(name, codes.shape, quantization, parts)

@@ -58,6 +58,7 @@ from xckpt.structure.model import Structure
 from xckpt.writing.origins import (
     ADAPTER_CONFIG,
     CONFIG,
+    GENERATION,
     PARSED,
     TYPE,
     Origin,
@@ -65,11 +66,14 @@ from xckpt.writing.origins import (
     origin_of,
     read_json,
 )
+from xckpt.writing.tokenizers import FILES, ChosenTokenizer, choose_tokenizer, numbers_in
 from xckpt.writing.vocabulary import (
     LayersInMemory,
     are_rows_moved,
+    has_table_of_tokens,
     is_computed_from,
     is_head_apart,
+    is_table_of_tokens,
     moved_routers,
     moved_tokens,
 )
@@ -81,14 +85,8 @@ if TYPE_CHECKING:
     from xckpt.writing.targets import Target
 
 _TOKENIZER = "tokenizer.json"
-# Files of transformers that describe a model: its tokenizer, and what holds if the config does.
-_OF_TOKENIZER = (
-    *(_TOKENIZER, "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json", "sentencepiece.bpe.model"),
-)
-_GENERATION = "generation_config.json"
-_OF_MODEL = (_GENERATION, "preprocessor_config.json", "processor_config.json")
+# Files of transformers that hold if the config does.
+_OF_MODEL = (GENERATION, "preprocessor_config.json", "processor_config.json")
 # Computed tensors that show which layers they are of, as the norms in each.
 _SMALL_NBYTES = 1 << 20
 _CORRECTED = "config.json has new values, as the tensors have"
@@ -99,7 +97,10 @@ _OTHER_TOKENS = "lists of the tokenizer stay as they are, which llama.cpp compar
 _ADDED = "tensors that {}/ lacks, which libraries ignore or refuse"
 _OTHER_EXPERTS = "rows of routers that are in another order than the experts"
 _UNKNOWN_TOKENS = "{} names tokens that have no row"
-_MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers)"
+_MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers in {})"
+# Files whose contents may change.
+_READ = frozenset({*PARSED, ADAPTER_CONFIG, GENERATION})
+_NO_TABLE = "no table of tokens is written"
 _EXCHANGED = "tensors that layers no longer have, as the edited {} of config.json must state"
 _REORDERED = "the rows of the vocabulary are in another order"
 _OTHER_TYPE = "of another type than {0} of config.json, which transformers {1} ({2} writes {0})"
@@ -164,7 +165,10 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     if has_tokens and are_rows_moved(payloads, structure, stored=origin.array):
         changes.add_all(f"{_REORDERED} than in", [_TOKENS] if _TOKENS in attrs else [])
         moved = moved_tokens(payloads, structure, numbers, origin.array)
-        changes.add_all(_MOVED_TOKENS.format("attributes"), _keys_of_tokens(stated, moved))
+        old = origin.in_file if is_flat else origin.config_in_attributes(CONFIG) or {}
+        unedited = {key: stated[key] for key in stated if old.get(key, stated[key]) == stated[key]}
+        text = _MOVED_TOKENS.format("attributes", "ds.attrs")
+        changes.add_all(text, _keys_of_tokens(unedited, moved))
     new = {key: value for key, value in fit.config.items() if key in stated}
     return gathered._replace(attrs={**attrs, **(new if is_flat else {"config": {**stated, **new}})})
 
@@ -191,19 +195,15 @@ def companions_of(
     after = [Described(t.name, t.dtype, t.shape) for t in tensors.values()]
     types = {t.name: t.dtype for t in after}
     before, quantized, dense = origin.written(types)
-    names = [CONFIG, ADAPTER_CONFIG, *_OF_MODEL, *_OF_TOKENIZER] if origin.folder else []
-    place = origin.folder or Path()
-    files = {name: path for name in names if is_readable(path := place / name)}
-    parsed = {name: read_json(files[name]) for name in files if name in {*PARSED, ADAPTER_CONFIG}}
-    # Written anew, as there is no file to copy.
-    stated = {name: config for name, config in origin.configs.items() if name not in files}
-    # Of the old tensors, unless the user stated it as a whole.
-    old = stated | {n: c for n in stated if (c := origin.config_in_attributes(n))} | parsed
-    config, of_adapter = (old.get(name) or {} for name in (CONFIG, ADAPTER_CONFIG))
-    edited = origin.edited(CONFIG, config)
-    main = CONFIG if config else ADAPTER_CONFIG
-    is_whole = main in stated and origin.config_in_attributes(main) is None
-    if is_whole or edited.get(TYPE) != config.get(TYPE):
+    old, place = Structure(origin.decoded), origin.folder or Path()
+    tokenizer = choose_tokenizer(origin, tensors, Structure(after), old)
+    beside = _beside(origin, tokenizer)
+    in_file, of_adapter = beside.unedited(CONFIG), beside.unedited(ADAPTER_CONFIG)
+    edited = origin.edited(CONFIG, in_file)
+    generation = _generation(origin, tokenizer, beside.parsed.get(GENERATION), in_file, edited)
+    config, edited, renumbered = _with_numbers(tokenizer, in_file, edited)
+    is_stated = beside.is_stated(CONFIG if config else ADAPTER_CONFIG)
+    if is_stated or edited.get(TYPE) != config.get(TYPE):
         before = []  # the tensors of another model
     fit = _fit((config, edited), before, after, origin, tensors)
     old_names = [tensor.name for tensor in before]
@@ -211,42 +211,160 @@ def companions_of(
         in_memory = _in_memory(origin, tensors.values())
         return companions_of(in_memory, tensors, target, changes) if in_memory else Companions({})
     fit.renamed = fit.renamed or _with_other_prefixes(old_names, tensors)
+    fit.corrections += renumbered
+    fit.has_fewer_tokens &= not tokenizer.is_of_another
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
     codes = {part for name in quantized for part in origin.codes[name]}
     fit_quantization(fit, dense, after, codes, is_quantized=is_quantized)
-    _check_order(fit, origin, tensors.values(), after, files)
+    _check_order(fit, origin, tensors.values(), beside.files, generation.document)
     _check_experts(changes, origin, tensors.values(), fit.config)
     adapter = origin.edited(ADAPTER_CONFIG, of_adapter)
     has_new_adapter = adapter != of_adapter  # which the user states for these tensors
-    dropped = _reasons(fit, [*files, *stated], len(before), has_new_adapter=has_new_adapter)
+    dropped = _reasons(fit, [*beside.names], len(before), has_new_adapter=has_new_adapter)
     dropped |= _other_ranks(adapter, before, after)
+    if has_table_of_tokens(old) and not _keeps_table(origin, old, tensors.values(), after):
+        if not dropped:
+            beside = beside.without(FILES)
+        dropped = dict.fromkeys(FILES, _NO_TABLE) | dropped
     # Kernels of codes compute in the type that the config states.
     fitted = fit.config if quantized else _with_types(fit.config, after)
-    new = parsed | stated | ({CONFIG: fitted} if config else {})
-    new |= {ADAPTER_CONFIG: adapter} if of_adapter else {}
-    contents: dict[str, bytes | Path] = {}
-    for name in [*files, *stated]:
-        if name in dropped:
-            how = f"copied from {place.name}/" if name in files else "written"
-            changes.add(f"not {how}, as {dropped[name]}", name)
-            if Path(target.companion(name)).exists():
-                changes.add("stays in the folder as it is, and may not fit", name)
-        elif name not in new:
-            contents[name] = files[name]
-        elif (document := new[name]) is not None:
-            contents[name] = _json(document, parsed.get(name), files.get(name))
-    if not (files or stated) and _is_model(origin, after, target):
+    documents = {CONFIG: fitted, ADAPTER_CONFIG: adapter, GENERATION: generation.document}
+    new = {n: documents[n] for n in documents if beside.unedited(n) or n == GENERATION}
+    contents = _contents(beside, new, dropped, target, changes)
+    if not beside.names and _is_model(origin, after, target):
         changes.add(_NO_CONFIG, CONFIG)
     written = new.get(CONFIG) if CONFIG in contents else None
     notes = (
-        _notes(origin, contents, files, is_compared=bool(before)),
+        _notes(origin, contents, beside.files, tokenizer, is_compared=bool(before)),
         _other_types(written or {}, config, [t for t in before if t.name not in dense], after),
     )
     for change, name in chain.from_iterable(notes):
         changes.add(change, name)
-    changes.add_all(_ADDED.format(place.name), fit.added if CONFIG in files else ())
-    _add_changes(changes, contents, fit, target)
+    changes.add_all(_ADDED.format(place.name), fit.added if CONFIG in beside.files else ())
+    _add_changes(changes, contents, fit, target, generation)
     return Companions(contents)
+
+
+class _Beside(NamedTuple):
+    """Files beside the tensors by name, and objects of JSON: of these files, or without a file."""
+
+    files: Mapping[str, Path]
+    parsed: Mapping[str, dict[str, Any] | None]
+    #: Objects of the attributes, and as they were before the user edited them.
+    stated: Mapping[str, dict[str, Any]]
+    opened: Mapping[str, dict[str, Any]]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all files, copied or written anew."""
+        return [*self.files, *self.stated]
+
+    def unedited(self, name: str) -> dict[str, Any]:
+        """Return an object of JSON that describes the old tensors; empty without one."""
+        return self.parsed.get(name) or self.opened.get(name) or self.stated.get(name) or {}
+
+    def is_stated(self, name: str) -> bool:
+        """Return whether the user stated an object as a whole."""
+        return name in self.stated and name not in self.opened
+
+    def without(self, names: Collection[str]) -> _Beside:
+        """Return the files that have other names."""
+        return self._replace(files={n: path for n, path in self.files.items() if n not in names})
+
+
+def _beside(origin: Origin, tokenizer: ChosenTokenizer) -> _Beside:
+    """Return the files that describe a model, with all files of its tokenizer."""
+    names = [CONFIG, ADAPTER_CONFIG, *_OF_MODEL] if origin.folder else []
+    place = origin.folder or Path()
+    files = {name: path for name in names if is_readable(path := place / name)}
+    files |= tokenizer.tokenizer.files
+    parsed = {name: read_json(files[name]) for name in files if name in _READ}
+    if parsed.get(GENERATION, {}) is None:  # copied as it is
+        del parsed[GENERATION]
+    stated = {name: config for name, config in origin.configs.items() if name not in files}
+    opened = {name: config for name in stated if (config := origin.config_in_attributes(name))}
+    return _Beside(files, parsed, stated, opened)
+
+
+def _contents(
+    beside: _Beside,
+    new: Mapping[str, dict[str, Any]],
+    dropped: Mapping[str, str],
+    target: Target,
+    changes: Changes,
+) -> dict[str, bytes | Path]:
+    """Return the contents of files by name; note those that do not hold."""
+    contents: dict[str, bytes | Path] = {}
+    for name in beside.names:
+        path, document = beside.files.get(name), new.get(name) or beside.unedited(name)
+        if name in dropped:
+            how = f"copied from {path.parent.name}/" if path else "written"
+            changes.add(f"not {how}, as {dropped[name]}", name)
+            if Path(target.companion(name)).exists():
+                changes.add("stays in the folder as it is, and may not fit", name)
+        elif path is not None and name not in beside.parsed:
+            contents[name] = path
+        elif beside.parsed.get(name, document) is not None:
+            contents[name] = _json(document, beside.parsed.get(name), path)
+    return contents
+
+
+class _Generation(NamedTuple):
+    """The config of generation, and its unedited values."""
+
+    document: dict[str, Any]
+    unedited: dict[str, Any]
+    has_other_tokens: bool
+
+
+def _generation(
+    origin: Origin,
+    tokenizer: ChosenTokenizer,
+    in_file: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
+    edited: Mapping[str, Any],
+) -> _Generation:
+    """Return the config of generation with the numbers of tokens of the edited config."""
+    before, after = numbers_in(config), numbers_in(edited)
+    document = tokenizer.renumbered(GENERATION, in_file or {})
+    document |= {
+        key: after[key]
+        for key, value in (in_file or {}).items()
+        if key in before and before[key] == value and after.get(key, value) != value
+    }
+    stated = origin.configs.get(GENERATION, {})
+    unedited = {k: v for k, v in document.items() if k not in stated and (in_file or {})[k] == v}
+    return _Generation(document | stated, unedited, tokenizer.is_of_another)
+
+
+def _with_numbers(
+    tokenizer: ChosenTokenizer, config: Mapping[str, Any], edited: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return a config and its edited form with numbers of tokens of a tokenizer, and the new ones.
+
+    Numbers that the user edited stay.
+    """
+    numbers = tokenizer.renumbered(CONFIG, config)
+    new = {
+        key: value
+        for key, value in numbers.items()
+        if value != config[key] and edited.get(key) == config[key]
+    }
+    texts = [f"{key}: {value} (was {config[key]})" for key, value in new.items()]
+    return {**config, **new}, {**edited, **new}, texts
+
+
+def _keeps_table(
+    origin: Origin,
+    old: Structure,
+    tensors: Iterable[WantedTensor],
+    after: Sequence[Described],
+) -> bool:
+    """Return whether tensors have, or are computed from, rows for tokens."""
+    if has_table_of_tokens(Structure(after)):
+        return True
+    names = (name for tensor in tensors for name in _stored_names(origin, tensor))
+    return any(is_table_of_tokens(old, name) for name in names if name in old)
 
 
 def _fit(
@@ -273,16 +391,15 @@ def _check_order(
     fit: ConfigFit,
     origin: Origin,
     tensors: Collection[WantedTensor],
-    after: Sequence[Described],
     files: Mapping[str, Path],
+    generation: Mapping[str, Any],
 ) -> None:
     """Find rows of tokens and labels in another order than what describes them."""
+    after = [Described(t.name, t.dtype, t.shape) for t in tensors]
     structure = Structure(after, model_facts({"config": fit.config}))
-    stated = sections_of(fit.config)
-    if _GENERATION in files:
-        stated.append(read_json(files[_GENERATION]) or {})
+    stated = [*sections_of(fit.config), generation]
     numbers = [number for section in stated for _, number in numbers_of_tokens(section)]
-    if numbers or any(name in files for name in _OF_TOKENIZER):
+    if numbers or any(name in files for name in FILES):
         fit.has_reordered_tokens = are_rows_moved(tensors, structure, stored=origin.array)
     if fit.has_reordered_tokens:
         fit.moved_tokens = moved_tokens(tensors, structure, numbers, origin.array)
@@ -405,30 +522,40 @@ def _source(tensor: WantedTensor) -> Any:
 
 
 def _notes(
-    origin: Origin, contents: Collection[str], files: Collection[str], *, is_compared: bool
+    origin: Origin,
+    contents: Mapping[str, bytes | Path],
+    files: Collection[str],
+    tokenizer: ChosenTokenizer,
+    *,
+    is_compared: bool,
 ) -> Iterator[tuple[str, str]]:
     """Yield notes of configs that are from the attributes, or that hold for some sources only."""
     for name in contents:
-        if name not in files:
+        if name not in files and (name != GENERATION or origin.folder is None):
             yield _OF_ATTRS if is_compared or name != CONFIG else _OF_ATTRS + _NOT_COMPARED, name
     if origin.folder is None:
         return
-    for name in (CONFIG, _TOKENIZER):
+    has_tokenizer = not tokenizer.tokenizer.files.keys().isdisjoint(contents)
+    yield from (of_tokenizer := tokenizer.notes() if has_tokenizer else [])
+    for name in (CONFIG, _TOKENIZER) if not of_tokenizer else (CONFIG,):
         if name in contents and name in files:
-            yield from _other_values(origin.folder / name, origin.others)
+            yield from _other_values(origin.folder / name, origin.others, contents[name])
     if ADAPTER_CONFIG in files:
         for text in _other_scales(origin.folder, origin.others):
             yield _OTHER_SCALES.format(origin.folder.name), text
 
 
-def _other_values(path: Path, others: Iterable[Path]) -> Iterator[tuple[str, str]]:
+def _other_values(
+    path: Path, others: Iterable[Path], written: bytes | Path
+) -> Iterator[tuple[str, str]]:
     """Yield notes of files of other checkpoints that contradict one that is written."""
     change = _OTHER_VALUES.format(path.parent.name)
     for other in [place / path.name for place in others if is_readable(place / path.name)]:
         if path.name == CONFIG:
             config, of_other = (read_json(file) or {} for file in (path, other))
+            new = parse_json(_data(written))
             for key in [key for key in config if key in of_other and key not in _OF_FILES]:
-                if config[key] != of_other[key]:
+                if of_other[key] not in [config[key], new.get(key)]:
                     values = f" {of_other[key]} ({config[key]})"
                     is_plain = not isinstance(config[key], list | dict)
                     yield change, f"{other.parent.name}/ {key}{values if is_plain else ''}"
@@ -472,10 +599,14 @@ def _other_ranks(
 
 
 def _add_changes(
-    changes: Changes, contents: Mapping[str, bytes | Path], fit: ConfigFit, target: Target
+    changes: Changes,
+    contents: Mapping[str, bytes | Path],
+    fit: ConfigFit,
+    target: Target,
+    generation: _Generation,
 ) -> None:
     """Add new values of a config that is written, and files that stay and differ."""
-    has_other_tokens = fit.has_fewer_tokens or bool(fit.moved_tokens)
+    has_fewer_tokens = fit.has_fewer_tokens or generation.has_other_tokens
     for name, content in contents.items():
         existing = Path(target.companion(name))
         if existing.exists() and not target.overwrite:
@@ -489,17 +620,17 @@ def _add_changes(
             for section in [part for part in sections_of(fit.config) if fit.moved_tokens]:
                 unedited = {key: section[key] for key in section if key not in fit.edited}
                 moved = _keys_of_tokens(unedited, fit.moved_tokens)
-                changes.add_all(_MOVED_TOKENS.format(name), moved)
+                changes.add_all(_MOVED_TOKENS.format(name, "attrs['config']"), moved)
             if fit.contradicted_key:
                 changes.add("labels of config.json that an edit contradicts", fit.contradicted_key)
-        elif name == _GENERATION and isinstance(content, Path) and has_other_tokens:
-            generation = read_json(content) or {}
+        elif name == GENERATION:
             size = sizes_stated_in(fit.config).get("vocab")
-            if size and fit.has_fewer_tokens:
-                unknown = tokens_without_row(generation, size.value)
+            if size and has_fewer_tokens:
+                unknown = tokens_without_row(generation.document, size.value)
                 changes.add_all(_UNKNOWN_TOKENS.format(name), unknown)
-            moved = _keys_of_tokens(generation, fit.moved_tokens)
-            changes.add_all(_MOVED_TOKENS.format(name), moved)
+            moved = _keys_of_tokens(generation.unedited, fit.moved_tokens)
+            place = "attrs['generation_config']"
+            changes.add_all(_MOVED_TOKENS.format(name, place), moved)
 
 
 def _data(content: bytes | Path) -> bytes:
@@ -537,9 +668,9 @@ def _reasons(
     problems = [*filter(None, [fit.renamed]), *fit.problems]
     reasons = dict.fromkeys((CONFIG, *_OF_MODEL) if problems else (), "; ".join(problems))
     if fit.has_fewer_tokens:
-        reasons |= dict.fromkeys(_OF_TOKENIZER, "the vocabulary has fewer rows")
+        reasons |= dict.fromkeys(FILES, "the vocabulary has fewer rows")
     elif fit.has_reordered_tokens:
-        reasons |= dict.fromkeys(_OF_TOKENIZER, _REORDERED)
+        reasons |= dict.fromkeys(FILES, _REORDERED)
     return reasons
 
 

@@ -39,6 +39,7 @@ from xckpt.formats.plan import WantedPart
 from xckpt.index import Arrangement, Index, Tensor
 from xckpt.labels import AxisNamer, explicit_name
 from xckpt.opening import open_index
+from xckpt.quantization.model import CODE_ORDER
 from xckpt.structure import Structure
 from xckpt.structure.dims import infer_dims
 from xckpt.structure.facts import model_facts
@@ -265,6 +266,7 @@ def listed(
         elif name not in variables:
             variables[name] = coord.to_base_variable()
             coords.append(name)
+    variables = {name: v for name, v in variables.items() if not _is_of_dense(name, variables)}
     root = obj.root if isinstance(obj, xr.DataTree) else obj
     # Axes without a name in a file of the same format stay unnamed.
     same_format = format is not None and root.encoding.get("format") == format
@@ -283,6 +285,15 @@ def _float_counters(tensors: OpenTensors, variables: Mapping[str, xr.Variable]) 
         and not (mapped_arrays(variable) or lazies_in(data_of(variable)))
     ]
     return [name for name in floats if tensors.structure.is_counter(name)]
+
+
+def _is_of_dense(name: str, variables: Mapping[str, xr.Variable]) -> bool:
+    """Return whether a tensor has the order of the codes of a weight that is written dense."""
+    # transformers takes it for a part of the weight, and raises.
+    weight = variables.get(name.removesuffix(CODE_ORDER) + ".weight")
+    if not name.endswith(CODE_ORDER) or weight is None:
+        return False
+    return unmodified_array(weight) is None and _was_quantized(weight)
 
 
 def _renumbered(dim: str, count: int) -> str:
@@ -442,13 +453,15 @@ def _tensor(
         part = lazy.reader.part
         tensor = Tensor(name, part.dtype, lazy.shape, {"data": part}, strict=lazy.strict)
         return Unchanged(replace(tensor, attrs=attrs, dims=dims, path=path), lazy.readers)
-    if _layout(variable.encoding) in _QUANTIZED or _is_of_codes(variable):
+    if _was_quantized(variable):
         changes.add(_DENSE, name)
     return _computed(name, variable, dims)
 
 
-def _is_of_codes(variable: xr.Variable) -> bool:
+def _was_quantized(variable: xr.Variable) -> bool:
     """Return whether a variable is computed from decoded tensors, with their axes."""
+    if _layout(variable.encoding) in _QUANTIZED:
+        return True
     lazies = lazies_in(data_of(variable)).values()
     origins = [origin for lazy in lazies for origin in islice(lazy.tensor_origins, 1)]
     return any(

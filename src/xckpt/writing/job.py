@@ -23,7 +23,6 @@ from xckpt.formats.plan import Draft, LiteralBytes, Plan, PlannedPart, WantedPar
 from xckpt.formatting import counted
 from xckpt.index import Index, Part
 from xckpt.interrupts import uninterrupted
-from xckpt.opening.reading import CONFIGS
 from xckpt.progress import Progress
 from xckpt.storage import Source, is_remote
 from xckpt.storage.sink import Sink, publish
@@ -36,7 +35,7 @@ from xckpt.writing.computed import (
     new_nonfinite,
     store_array,
 )
-from xckpt.writing.origins import origin_of
+from xckpt.writing.origins import STATED, origin_of
 from xckpt.writing.rehearsal import changed_attributes
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
 
@@ -84,7 +83,7 @@ def plan_job(
     origin = origin_of(gathered) if target.is_folder else None
     if origin is not None:
         target = target.in_folder(origin.stem({payload.name for payload in gathered.payloads}))
-        attrs = {k: value for k, value in gathered.attrs.items() if f"{k}.json" not in CONFIGS}
+        attrs = {k: value for k, value in gathered.attrs.items() if f"{k}.json" not in STATED}
         gathered = gathered._replace(attrs=attrs)
     path, label = target.path, os.path.basename(target.path)  # noqa: PTH119  it may be a URL
     try:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.arrays import ReadOptions, lazy_arrays
+from xckpt.arrays.derived import lazies_in
+from xckpt.arrays.lazy import LazyArray
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError
 from xckpt.opening import open_index
@@ -18,21 +20,24 @@ from xckpt.opening.reading import CONFIGS, read_config
 from xckpt.quantization.model import parse_json
 from xckpt.storage import is_remote, local_path
 from xckpt.storage.source import files_of, sources_of
-from xckpt.structure.facts import declarations_in, model_facts
-from xckpt.structure.info import Described, Role
-from xckpt.structure.model import Structure
+from xckpt.structure.facts import declarations_in, is_gguf, model_facts
+from xckpt.structure.info import OF_TRAINING, Described, Role
+from xckpt.structure.model import Structure, structure_of
 from xckpt.writing.payloads import Gathered, source_files
 from xckpt.writing.vocabulary import no_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from xckpt.arrays import LazyArray
     from xckpt.index import Index, Tensor
     from xckpt.storage import Source
+    from xckpt.writing.payloads import Payload
     from xckpt.writing.vocabulary import Stored
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+GENERATION = "generation_config.json"
+#: Files that are written from attributes with their names.
+STATED = (*CONFIGS, GENERATION)
 #: Files whose JSON objects may name code.
 PARSED = frozenset({CONFIG, "tokenizer_config.json", "processor_config.json"})
 # Names that libraries look for in the place of "model": peft, mlx-lm, diffusers.
@@ -40,6 +45,8 @@ _ADAPTER = "adapter_model"
 _STEMS = frozenset({_ADAPTER, "adapters", "diffusion_pytorch_model"})
 #: Key of the type of a model.
 TYPE = "model_type"
+# First words of attributes that describe an optimizer, too.
+_SCHEDULES = frozenset({"lr_scheduler", "lr_schedulers"})
 _MOST_FOLDERS = 16
 _LARGEST_NBYTES = 256 << 20
 _LARGEST_CONFIG_NBYTES = 16 << 20
@@ -66,13 +73,13 @@ class Origin:
     configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     #: The config in the attributes when the object was opened; None for results of arithmetic.
     opened: Any = None
-    #: Configs in the attributes of the file, by the name of theirs.
+    #: Attributes of the file.
     in_file: Mapping[str, Any] = field(default_factory=dict)
 
     def config_in_attributes(self, name: str) -> dict[str, Any] | None:
         """Return the config that the attributes had before the user stated another one."""
         before = self.opened if name == CONFIG else None
-        return before or self.in_file.get(name)
+        return before or _config_in(self.in_file, name)
 
     def edited(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config in the folder with the values that the user edited in the attributes."""
@@ -81,7 +88,10 @@ class Origin:
         unedited = [before]
         if before is None:
             paths = [path for folder in self.others if is_readable(path := folder / name)]
-            before, unedited = config, [config, self.in_file.get(name), *map(read_json, paths)]
+            before, unedited = (
+                config,
+                [config, _config_in(self.in_file, name), *map(read_json, paths)],
+            )
         if edited is None or edited in unedited:
             return dict(config)
         if before.get(TYPE) != config.get(TYPE):  # the config of another model was edited
@@ -142,7 +152,8 @@ class _Written(NamedTuple):
 
 def origin_of(gathered: Gathered) -> Origin:
     """Return the checkpoint that most tensors come from, without a folder if it is remote."""
-    configs = _configs_in(gathered.attrs)
+    stated = {name: _config_in(gathered.attrs, name) for name in STATED}
+    configs = {name: config for name, config in stated.items() if config is not None}
     counts: Counter[str] = Counter()
     for payload in gathered.payloads:
         counts.update({file.name: None for file in source_files([payload])}.keys())
@@ -173,7 +184,7 @@ def origin_of(gathered: Gathered) -> Origin:
                 for part in t.parts.values()
             }
             others = [other for other in folders if other != folder]
-            attrs = gathered.config, _configs_in(index.attrs)
+            attrs = gathered.config, index.attrs
             origins.append(
                 Origin(
                     folder, file_names, *described, codes, array, places, others, configs, *attrs
@@ -185,10 +196,65 @@ def origin_of(gathered: Gathered) -> Origin:
     return origins[0] if origins else Origin(configs=configs)
 
 
-def _configs_in(attrs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the configs in attributes, by the name of their file."""
-    stated = {name: read_config("", attrs, name.removesuffix(".json")) for name in CONFIGS}
-    return {name: config for name, config in stated.items() if config is not None}
+def _config_in(attrs: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """Return the config in attributes, by the name of its file."""
+    return read_config("", attrs, name.removesuffix(".json"))
+
+
+def without_lost_training(gathered: Gathered, index: Index | None = None) -> Gathered:
+    """Leave out attributes of an optimizer, and its schedule, if the new file lacks its state.
+
+    Attributes and tensors of an optimizer have the same first word in the old file.
+    """
+    names = {_first_word(payload.name) for payload in gathered.payloads}
+    words = {_first_word(key) for key in gathered.attrs if "." in key} - names
+    if not words or is_gguf(gathered.attrs):
+        return gathered
+    index = index or _opened_index(gathered)
+    lost = words & _words_of_training(index, gathered.payloads) if index else frozenset()
+    if index is None or not lost:
+        return gathered
+    lost |= _SCHEDULES - names
+    attrs = {
+        key: value
+        for key, value in gathered.attrs.items()
+        if key not in index.attrs or _first_word(key) not in lost
+    }
+    return gathered._replace(attrs=attrs)
+
+
+def _first_word(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _opened_index(gathered: Gathered) -> Index | None:
+    """Return the index of the local checkpoint that tensors were opened from, or of their file."""
+    files = (file.name for file in source_files(gathered.payloads))
+    for name in (gathered.opened, next(files, "")):
+        if name and not is_remote(name):
+            with suppress(OSError, ValueError, CheckpointError):  # the folder of a run
+                source, index = open_index(local_path(name), silent=True, missing="ignore")
+                source.close()
+                return index
+    return None
+
+
+def _words_of_training(index: Index, payloads: Iterable[Payload]) -> frozenset[str]:
+    """Return the first words of names of training state alone, without a written tensor."""
+    structure = structure_of(index)
+    arrays = [array for payload in payloads for array in payload.data.values()]
+    lazies = [
+        lazy
+        for array in arrays
+        for lazy in ([array] if isinstance(array, LazyArray) else lazies_in(array).values())
+    ]
+    places = {(Path(r.source.name).name, r.part.offset) for z in lazies for r in z.part_readers}
+    words: dict[str, bool] = {}
+    for name, tensor in index.tensors.items():
+        files = [(Path(p.shard or index.source).name, p.offset) for p in tensor.parts.values()]
+        is_lost = structure[name].role in OF_TRAINING and places.isdisjoint(files)
+        words[_first_word(name)] = words.get(_first_word(name), True) and is_lost
+    return frozenset([word for word, is_lost in words.items() if is_lost])
 
 
 def _stored_array(index: Index, source: Source, name: str) -> LazyArray | None:

@@ -36,6 +36,7 @@ from xckpt.structure.info import Described
 from xckpt.writing.companions import fit_attributes
 from xckpt.writing.fitting import Fitting, Requests
 from xckpt.writing.job import plan_job
+from xckpt.writing.origins import without_lost_training
 from xckpt.writing.payloads import Gathered, Payload, lazy_dask_array, source_files, stored_payload
 from xckpt.writing.targets import Target, new_target, writer_of
 
@@ -144,7 +145,7 @@ def save(
     with new_target(path, engine, overwrite=overwrite, storage_options=storage_options) as target:
         note_losses(obj, fitting.changes, is_model=target.is_folder)
         format = fitting.writer.name
-        gathered = gather(obj, fitting, format)
+        gathered = without_lost_training(gather(obj, fitting, format))
         if not target.is_folder:
             gathered = fit_attributes(gathered, fitting.changes)
         job = plan_job(
@@ -293,7 +294,7 @@ def convert(
                 index.source,
             )
             job = plan_job(
-                gathered,
+                without_lost_training(gathered, index),
                 fitting,
                 target,
                 format_options,

@@ -130,6 +130,16 @@ def _tables(
             yield tensor, array, axes.index(rows) if rows in axes else None
 
 
+def is_table_of_tokens(structure: Structure, name: str) -> bool:
+    """Return whether a tensor has rows for tokens: their table, or a head."""
+    return structure.slot(name) in _TABLES
+
+
+def has_table_of_tokens(structure: Structure) -> bool:
+    """Return whether a tensor of a model has rows for tokens."""
+    return any(is_table_of_tokens(structure, name) for name in structure)
+
+
 def _slice_of(array: Any, axis: int | None) -> slice | None:
     """Return what an array that is not computed selects of the rows of a stored one."""
     lazy = array if isinstance(array, LazyArray) else lazy_of(array)
