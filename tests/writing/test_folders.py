@@ -556,6 +556,21 @@ class TestResults:
         with pytest.warns(CheckpointWarning, match=r"lacks 1 of its 10.*layers\.0\.mlp\.up_proj"):
             part.ckpt.save("part/")
 
+    def test_layers_of_other_widths_keep_them(self) -> None:
+        widths = [16, 32, 16]
+        stated = {"model_type": "openelm", "num_hidden_layers": 3, "intermediate_size": widths}
+        layer = "model.layers.{}.mlp.up_proj.weight".format
+        TestSizesOfParts.write(stated, {layer(n): (width, 8) for n, width in enumerate(widths)})
+        ds = xckpt.open("base")
+        cut = ds.drop_vars(list(ds)).assign({layer(n): ds[layer(n + 1)] for n in range(2)})
+        for n, model in enumerate((cut, cut * 2)):
+            with pytest.warns(CheckpointWarning, match="intermediate_size: values of"):
+                model.ckpt.save(f"{n}/")
+            assert config(str(n)) == stated | {
+                "num_hidden_layers": 2,
+                "intermediate_size": [32, 16],
+            }
+
     def test_values_of_layers_in_attributes_follow(self) -> None:
         stated = LLAMA | {"layer_types": ["x", "y", "z"]}
         Path("a/config.json").write_text(json.dumps(stated))
@@ -2366,6 +2381,18 @@ class TestEditedConfigs:
         text = r"tensors that a/ lacks, .*: 'model\.layers\.0\.mlp\.upproj\.weight'$"
         with pytest.warns(CheckpointWarning, match=text):
             model.assign({"model.layers.0.mlp.upproj.weight": zeros}).ckpt.save("slip/")
+
+    def test_tensors_that_an_edited_flag_is_about_are_expected(self) -> None:
+        a = xckpt.open("a")
+        bias = xr.DataArray(np.zeros(8, "f4"), dims="head*key")
+        biases = {f"model.layers.{n}.self_attn.q_proj.bias": bias for n in range(3)}
+        edited = LLAMA | {"attention_bias": True}
+        a.assign(biases).assign_attrs(config=edited).ckpt.save("out/")
+        assert config("out") == edited
+        first = dict(list(biases.items())[:1])
+        for n, (more, stated) in enumerate(((biases, LLAMA), (first, edited))):
+            with pytest.warns(CheckpointWarning, match="tensors that a/ lacks, .*0.self_attn"):
+                a.assign(more).assign_attrs(config=stated).ckpt.save(f"{n}/")
 
     @pytest.mark.parametrize("change", [lambda ds: ds, lambda ds: ds * 2], ids=["read", "scaled"])
     @pytest.mark.parametrize("path", ["a", "a/model.safetensors"])

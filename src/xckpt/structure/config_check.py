@@ -55,6 +55,8 @@ class ConfigFit:
     missing: list[str] = field(default_factory=list)
     #: Whether these are all of a head that a config may state to be the table of tokens.
     lacks_head: bool = False
+    #: Whether layers have the values of the layers that their tensors come from.
+    has_moved_kinds: bool = False
     #: Tensors that are gone from layers of another kind, which the user stated.
     exchanged: list[str] = field(default_factory=list)
     #: Tensors that the model lacks, also under another number of a layer.

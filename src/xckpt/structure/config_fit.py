@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 # Sizes that no other value follows from, as the size of a head does from the number of heads.
 _INDEPENDENT = frozenset({"layer", "vocab", "ff", "ff_exp", "context"})
 _SHOWN = 3
+_WORD_ENDS = re.compile("[._/]")
 _TIED = "tie_word_embeddings"
 _CLASSES = "architectures"
 _HEAD_DIM = "head_dim"
@@ -97,14 +98,15 @@ def fit_config(
     fit.missing = _missing(fit, structure, old, new, removed.union(fit.exchanged))
     _fit_missing_head(fit, structure, old, tied)
     if not fit.renamed:
-        known = {_without_numbers(name, config) for name in old}
-        fit.added = [name for name in new if _without_numbers(name, config) not in known]
+        fit.added = _added(fit, {} if edited is None else edited, old, new)
     if _CLASSES in fit.edited:  # another class of model has other modules, such as its head
         fit.missing = _below_same_modules(fit.missing, new)
-        fit.added = in_some_layers(fit.added, new)
     of_images = fit_images(fit, config, edited, old, new)
     configs = config, config if edited is None else edited
-    _fit_axes(fit, structure, old, new, configs=configs, of_images=of_images)
+    shapes = old
+    if fit.has_moved_kinds:
+        shapes = {name: _old_shape(name, old, new, sources) for name in old if name in new}
+    _fit_axes(fit, structure, shapes, new, configs=configs, of_images=of_images)
     _fit_head(fit, Structure(after), old, sources.values, tied)
     if edited is not None and fit.edited:
         for key in fit.edited:
@@ -131,6 +133,35 @@ def fit_config(
         )
     _check_tokens(fit)
     return fit
+
+
+def _old_shape(
+    name: str, old: Mapping[str, Shape], new: Mapping[str, Shape], sources: Sources
+) -> Shape:
+    """Return the shape of the old tensor of the same name, or of the layer that a new one is."""
+    template = drop_indices(parse_name(name).template)
+    origins = sources.names(name) if old[name] != new[name] else ()
+    shapes = {
+        old[origin]
+        for origin in origins
+        if origin in old and drop_indices(parse_name(origin).template) == template
+    }
+    return shapes.pop() if len(shapes) == 1 else old[name]
+
+
+def _added(
+    fit: ConfigFit, edited: Mapping[str, Any], old: Iterable[str], new: Collection[str]
+) -> list[str]:
+    """Return the tensors that the model lacks, and that no edit of the config is about."""
+    known = {_without_numbers(name, fit.config) for name in old}
+    added = [name for name in new if _without_numbers(name, fit.config) not in known]
+    if _CLASSES in fit.edited:
+        return in_some_layers(added, new)
+    flags = [key for key in fit.edited if edited.get(key) is True]  # such as `attention_bias`
+    words = {word for key in flags for word in key.split("_")}
+    stated = [name for name in added if not words.isdisjoint(_WORD_ENDS.split(name))]
+    expected = {*stated}.difference(in_some_layers(stated, new))
+    return [name for name in added if name not in expected]
 
 
 def _implied_head_dim(config: Mapping[str, Any]) -> dict[str, int]:

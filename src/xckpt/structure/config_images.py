@@ -26,7 +26,7 @@ _CHANNELS: list[Place] = [(_OF_MODEL, "in_chans"), ("", "in_chans"), *_INPUTS]
 _SIZES: list[Place] = [(_OF_MODEL, "img_size"), *_INPUTS]
 _OTHER_INPUTS: list[Place] = [(_OF_WEIGHTS, "test_input_size"), (_OF_WEIGHTS, "min_input_size")]
 _POSITIONS = re.compile(r"(?:.*[./])?pos\w*_embed\w*(?:\.weight)?")
-# Rows of tables of positions beside those of patches: of classes, distillation and registers.
+# Rows of tables of positions beside patches, for classes, distillation and registers.
 _MOST_EXTRA = 6
 _LARGEST_PATCH = 64
 # Pixels that a convolution may read at once, as of TResNet.

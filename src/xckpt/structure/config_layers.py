@@ -175,6 +175,7 @@ def _fit_lists(
                 section[key] = new
             if any(kind != kinds[0] for kind in kinds):
                 fit.corrections.append(f"{place}{key}: {_OF_LAYERS}")
+                fit.has_moved_kinds = True
             for numbers in stacks.before.values():
                 gone |= _of_other_kinds(kinds, new, numbers)
     if unknown:
