@@ -235,7 +235,14 @@ def _kinds_used(
     moved = [origin for kind in names if kind != in_place for origin in names[kind]]
     if in_place in names and not sources.uses(name, moved):
         return {in_place}
-    return {kind for kind in names if sources.uses(name, names[kind])}
+
+    def used(texts: list[str]) -> set[str]:
+        if not sources.uses(name, [origin for text in texts for origin in names[text]]):
+            return set()
+        half = len(texts) // 2
+        return used(texts[:half]) | used(texts[half:]) if half else {*texts}
+
+    return used([*names])
 
 
 def _of_other_kinds(
