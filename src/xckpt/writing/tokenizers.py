@@ -57,7 +57,11 @@ class Tokenizer:
         if isinstance(added, list):
             pairs += [(_text(token), token.get("id")) for token in added if isinstance(token, dict)]
         if isinstance(by_number, dict) and pairs:
-            pairs += [(_text(by_number[n]), int(n)) for n in by_number if _is_number(n)]
+            pairs += [
+                (_text(by_number[n]), int(n))
+                for n in by_number
+                if n.isdecimal() and len(n) <= _MOST_DIGITS
+            ]
         pairs += self._read(_ADDED).items()
         return {text: n for text, n in pairs if type(text) is str and type(n) is int}
 
@@ -93,10 +97,6 @@ class Tokenizer:
     def _read(self, name: str) -> dict[str, Any]:
         path = self.files.get(name)
         return (read_json(path) if path is not None else None) or {}
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def _text(token: Any) -> str | None:
