@@ -39,25 +39,28 @@ def folder(tmp_path: Path) -> Path:
 class TestLocalFiles:
     def test_have_the_attributes_of_their_folder(self, folder: Path) -> None:
         index = xckpt.read_index(folder / "model.safetensors")
-        assert index.attrs == xckpt.read_index(folder).attrs == {"config": CONFIG}
+        assert index.attrs == xckpt.read_index(folder).attrs == {"format": "pt", "config": CONFIG}
         assert "LlamaForCausalLM" in repr(index)
 
     def test_whatever_the_name_of_the_only_one(self, folder: Path) -> None:
         (folder / "model.safetensors").rename(folder / "my model.safetensors")
         (folder / "optimizer.pt").write_bytes(b"state")
         index = xckpt.read_index(folder / "my model.safetensors")
-        assert index.attrs == {"config": CONFIG}
+        assert index.attrs == {"format": "pt", "config": CONFIG}
 
     def test_have_none_beside_another_model(self, folder: Path) -> None:
         shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
-        assert xckpt.read_index(folder / "other.safetensors").attrs == {}
-        assert xckpt.read_index(folder / "model.safetensors").attrs == {"config": CONFIG}
+        assert xckpt.read_index(folder / "other.safetensors").attrs == {"format": "pt"}
+        assert xckpt.read_index(folder / "model.safetensors").attrs == {
+            "format": "pt",
+            "config": CONFIG,
+        }
 
     def test_of_a_set_have_the_config_of_the_model(self, folder: Path) -> None:
         name = "model-00001-of-00002.safetensors"
         (folder / "model.safetensors").rename(folder / name)
         shutil.copy(folder / name, folder / "model-00002-of-00002.safetensors")
-        assert xckpt.read_index(folder / name).attrs == {"config": CONFIG}
+        assert xckpt.read_index(folder / name).attrs == {"format": "pt", "config": CONFIG}
 
     def test_of_an_adapter_have_its_config(self, tmp_path: Path) -> None:
         factors = {"h.0.q.lora_A.weight": np.zeros((4, 9)), "h.0.q.lora_B.weight": np.zeros((9, 4))}
@@ -77,7 +80,7 @@ class TestLocalFiles:
     @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"null"])
     def test_open_with_a_config_that_is_damaged(self, folder: Path, content: bytes) -> None:
         (folder / "config.json").write_bytes(content)
-        assert xckpt.read_index(folder / "model.safetensors").attrs == {}
+        assert xckpt.read_index(folder / "model.safetensors").attrs == {"format": "pt"}
 
     def test_open_with_a_config_that_cannot_be_read(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +93,7 @@ class TestLocalFiles:
             return stat(path, *args, **options)
 
         monkeypatch.setattr(os, "stat", failing)
-        assert xckpt.read_index(folder / "model.safetensors").attrs == {}
+        assert xckpt.read_index(folder / "model.safetensors").attrs == {"format": "pt"}
 
     def test_behind_a_link_have_the_config_beside_the_link(self, folder: Path) -> None:
         # As in the cache of the Hub: snapshots have links to files that are named by their content.
@@ -101,7 +104,7 @@ class TestLocalFiles:
             (folder / name).rename(blobs / f"{name}-blob")
             (snapshot / name).symlink_to(blobs / f"{name}-blob")
         index = xckpt.read_index(snapshot / "model.safetensors")
-        assert index.attrs == {"config": CONFIG}
+        assert index.attrs == {"format": "pt", "config": CONFIG}
 
 
 def test_a_config_of_another_model_changes_no_names_of_dimensions(folder: Path) -> None:
@@ -121,7 +124,7 @@ class TestFilesInMemory:
                 fs.pipe_file(f"/beside/{name}", (folder / name).read_bytes())
             fs.pipe_file("/beside/other.safetensors", (folder / "model.safetensors").read_bytes())
             index = xckpt.read_index("memory://beside/model.safetensors")
-            assert index.attrs == {"config": CONFIG}
-            assert xckpt.read_index("memory://beside/other.safetensors").attrs == {}
+            assert index.attrs == {"format": "pt", "config": CONFIG}
+            assert xckpt.read_index("memory://beside/other.safetensors").attrs == {"format": "pt"}
         finally:
             fs.rm("/beside", recursive=True)
