@@ -653,7 +653,7 @@ class TestTypesOfResults:
         save({"w": np.array([np.inf, np.nan, 1], dtype)}, "large.safetensors")
         xckpt.convert("large.safetensors", "out.safetensors", dtype="float16", cast="allow")
 
-    def test_nothing_in_common_is_a_warning(self) -> None:
+    def test_nothing_in_common_is_an_error(self) -> None:
         save(xr.Dataset({"other": ("x", np.ones(3))}, attrs={"config": "x"}), "o.safetensors")
-        with pytest.warns(CheckpointWarning, match="no tensors; arithmetic keeps only those"):
+        with pytest.raises(ValueError, match="no tensors: arithmetic keeps only those"):
             (xckpt.open("o.safetensors") + self.opened()[0]).ckpt.save("out.safetensors")

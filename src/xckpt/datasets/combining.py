@@ -87,12 +87,12 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
             f"nothing to merge: {shown(changes.source) if changes.source else 'the object'} has no "
             "tensors, as a pattern that matches none, or arithmetic, left them out"
         )
-    _warn_of_operands(OpenTensors(obj), changes, adapters)
+    _warn_of_operands(OpenTensors(obj), changes)
     is_model = scale != 1 and not adapters and (changes.format is not None or _is_model(changes))
     if is_model and scale is None:
         raise _no_change(changes)
     adapters = adapters or _updates(changes)
-    _require_supported(adapters, changes, scale)
+    _check_supported(adapters, changes, scale)
     unstacked = unstack_modules(obj)
     variables = flatten(unstacked).variables
     model = OpenTensors(unstacked)
@@ -161,13 +161,8 @@ def _ties_head(changes: OpenTensors) -> bool:
     return isinstance(config, dict) and config.get("ensure_weight_tying") is True
 
 
-def _warn_of_operands(
-    model: OpenTensors, changes: OpenTensors, adapters: Sequence[Adapter]
-) -> None:
-    """Warn of tensors that changes lack, and of factors that PEFT omits or arithmetic changed."""
-    omitted = [adapter.base for adapter in adapters if adapter.is_omitted]
-    if omitted:
-        warn(_OMITTED.format(some(omitted)))
+def _warn_of_operands(model: OpenTensors, changes: OpenTensors) -> None:
+    """Warn of tensors that changes lack, and of factors that arithmetic changed."""
     mapped = [entry for v in model.variables.values() for entry in mapped_arrays(v)]
     sources = {model.source, *model.origins(1), *[entry.opened.source for entry in mapped]}
     bases = set(map(base_name, sources))
@@ -304,10 +299,13 @@ def _ones(_: str, lazy: Any, index: Any) -> Any:
     return np.ones(result_shape(lazy.shape, normalize(index, lazy.shape)), lazy.dtype)
 
 
-def _require_supported(
+def _check_supported(
     adapters: Sequence[Adapter], changes: OpenTensors, scale: float | None
 ) -> None:
-    """Raise if a change cannot be merged; a model with half of an adapter is never made."""
+    """Raise if a change cannot be merged, and warn of factors that PEFT omits.
+
+    A model with half of an adapter is never made.
+    """
     notes = {a.note: a.base for a in adapters if a.kind == "unsupported"}
     if notes:
         reasons = "; ".join(notes)
@@ -326,6 +324,9 @@ def _require_supported(
             f"{some(partial)}: DoRA sets norms after the update is added: pass the adapter itself, "
             "not its updates"
         )
+    omitted = [adapter.base for adapter in adapters if adapter.is_omitted]
+    if omitted:
+        warn(_OMITTED.format(some(omitted)))
 
 
 @dataclass(frozen=True, slots=True)

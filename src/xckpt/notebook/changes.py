@@ -204,7 +204,7 @@ def _percent(size: float) -> str:
 def _levels(sizes: Sequence[float]) -> list[int]:
     """Return the number of the cluster of each size; the largest gaps separate clusters.
 
-    Changes from zeros are a cluster of their own, and so are unknown sizes.
+    Changes from zeros are one cluster, and unknown sizes another.
     """
     logs = sorted({log(size) for size in sizes if 0 < size < inf})
     gaps = [(after - before, after) for before, after in pairwise(logs)]

@@ -90,8 +90,11 @@ _UNNUMBERED = (
     "stacks written as one tensor, as a new name or a reduction leaves no place for their numbers "
     "(.ckpt.unstack() first keeps the numbers)"
 )
-# Names of dask's layers; others, such as casts and quantiles, choose their type.
-_ARITHMETIC = ("add-", "sub-", "mul-", "truediv-", "pow-", "neg-", "chunk_einsum-")
+# Names of dask's layers; others, such as casts and quantiles, choose their type. `xr.dot` makes
+# tensordot of some products where opt_einsum is installed.
+_ARITHMETIC = (
+    *("add-", "sub-", "mul-", "truediv-", "pow-", "neg-", "chunk_einsum-", "tensordot-"),
+)
 _QUANTIZED = ("quantized", "blocks")
 _DENSE = (
     "quantised tensors whose values were computed are written dense, and no longer declared as "
