@@ -8,26 +8,17 @@ it is left out if it does not fit otherwise. Names of code are removed, and code
 
 from __future__ import annotations
 
-import filecmp
 import json
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.arrays.dense import OnePartArray
-from xckpt.arrays.derived import is_computed, lazies_in
-from xckpt.arrays.lazy import LazyArray
-from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import some
 from xckpt.formatting import counted
 from xckpt.index import StoredList
 from xckpt.quantization.model import parse_json
 from xckpt.storage import write_file
-from xckpt.storage.source import files_of
 from xckpt.structure.config_check import (
     LABELS,
     ConfigFit,
@@ -43,18 +34,12 @@ from xckpt.structure.config_fit import (
     tokens_without_row,
     untie_head,
 )
-from xckpt.structure.config_layers import Sources, edited_kinds, lists_by_layer
-from xckpt.structure.facts import (
-    DTYPE_KEYS,
-    declarations_in,
-    is_gguf,
-    model_facts,
-    sections_of,
-    sizes_stated_in,
-    stated_dtype,
-)
+from xckpt.structure.config_layers import edited_kinds
+from xckpt.structure.facts import is_gguf, model_facts, sections_of, sizes_stated_in
 from xckpt.structure.info import Described
 from xckpt.structure.model import Structure
+from xckpt.writing.companion_notes import content_bytes, notes_of
+from xckpt.writing.config_types import main_type, other_types, with_types
 from xckpt.writing.origins import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -67,11 +52,10 @@ from xckpt.writing.origins import (
     read_json,
 )
 from xckpt.writing.tokenizers import FILES, ChosenTokenizer, choose_tokenizer, numbers_in
+from xckpt.writing.value_sources import stored_names, value_sources
 from xckpt.writing.vocabulary import (
-    LayersInMemory,
     are_rows_moved,
     has_table_of_tokens,
-    is_computed_from,
     is_head_apart,
     is_table_of_tokens,
     moved_routers,
@@ -84,11 +68,8 @@ if TYPE_CHECKING:
     from xckpt.writing.payloads import Gathered
     from xckpt.writing.targets import Target
 
-_TOKENIZER = "tokenizer.json"
 # Files of transformers that hold if the config does.
 _OF_MODEL = (GENERATION, "preprocessor_config.json", "processor_config.json")
-# Computed tensors that show which layers they are of, as the norms in each.
-_SMALL_NBYTES = 1 << 20
 _CORRECTED = "config.json has new values, as the tensors have"
 _CORRECTED_ATTRS = "attributes have new values, as the tensors have"
 _CONTRADICTED_ATTRS = "attributes that the tensors contradict"
@@ -103,29 +84,11 @@ _READ = frozenset({*PARSED, ADAPTER_CONFIG, GENERATION})
 _NO_TABLE = "no table of tokens is written"
 _EXCHANGED = "tensors that layers no longer have, as the edited {} of config.json must state"
 _REORDERED = "the rows of the vocabulary are in another order"
-_OTHER_TYPE = "of another type than {0} of config.json, which transformers {1} ({2} writes {0})"
-# Methods that transformers loads weights for by an operation, also those that are not quantised.
-_KEEPING_TYPES = frozenset({"bitsandbytes"})
-_OF_ATTRS = "written from the attributes, without tokenizer, as no files are beside the tensors"
-_NOT_COMPARED = (
-    "; only its sizes were compared, and tensors that the model lacks or misses are unknown"
-)
 _NO_CONFIG = (
     "no config.json or tokenizer is known for the tensors, and none is written; copy those of the "
     "model, such as"
 )
-_OTHER_VALUES = "what describes the model is from {}/, and others have other values"
-# Values of a config that do not describe the computation.
-_OF_FILES = frozenset(
-    {*DTYPE_KEYS, "_name_or_path", "transformers_version", "auto_map", "quantization_config"}
-)
-_OTHER_SCALES = (
-    "factors of adapters are combined as if all had the scale of {}/ (base.ckpt.merge(adapter), "
-    "called for each, uses their own)"
-)
 _FACTORS = frozenset({"lora_A", "lora_embedding_A"})
-# Values of `adapter_config.json` that scale updates.
-_SCALES = ("lora_alpha", "r", "use_rslora", "alpha_pattern", "rank_pattern")
 
 
 def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
@@ -148,11 +111,11 @@ def fit_attributes(gathered: Gathered, changes: Changes) -> Gathered:
     before = origin.written({t.name: t.dtype for t in after}).tensors
     if not before:
         return gathered
-    fit = fit_config(config, before, after, _sources(origin, payloads))
+    fit = fit_config(config, before, after, value_sources(origin, payloads))
     if fit.missing:  # a part of a model
         return gathered
-    if _main_type(before) != _main_type(after):
-        fit.config = _with_types(fit.config, after)
+    if main_type(before) != main_type(after):
+        fit.config = with_types(fit.config, after)
     corrections = [text for text in fit.corrections if text.partition(":")[0] in stated]
     changes.add_all(_CORRECTED_ATTRS, corrections)
     changes.add_all(_CONTRADICTED_ATTRS, fit.problems)
@@ -185,7 +148,7 @@ class Companions(NamedTuple):
             if path.exists() and not target.overwrite:
                 continue
             if isinstance(content, bytes) or not (path.exists() and content.samefile(path)):
-                write_file(str(path), _data(content), overwrite=target.overwrite)
+                write_file(str(path), content_bytes(content), overwrite=target.overwrite)
 
 
 def companions_of(
@@ -227,7 +190,7 @@ def companions_of(
             beside = beside.without(FILES)
         dropped = dict.fromkeys(FILES, _NO_TABLE) | dropped
     # Kernels of codes compute in the type that the config states.
-    fitted = fit.config if quantized else _with_types(fit.config, after)
+    fitted = fit.config if quantized else with_types(fit.config, after)
     documents = {CONFIG: fitted, ADAPTER_CONFIG: adapter, GENERATION: generation.document}
     new = {n: documents[n] for n in documents if beside.unedited(n) or n == GENERATION}
     contents = _contents(beside, new, dropped, target, changes)
@@ -235,8 +198,8 @@ def companions_of(
         changes.add(_NO_CONFIG, CONFIG)
     written = new.get(CONFIG) if CONFIG in contents else None
     notes = (
-        _notes(origin, contents, beside.files, tokenizer, is_compared=bool(before)),
-        _other_types(written or {}, config, [t for t in before if t.name not in dense], after),
+        notes_of(origin, contents, beside.files, tokenizer, is_compared=bool(before)),
+        other_types(written or {}, config, [t for t in before if t.name not in dense], after),
     )
     for change, name in chain.from_iterable(notes):
         changes.add(change, name)
@@ -363,7 +326,7 @@ def _keeps_table(
     """Return whether tensors have, or are computed from, rows for tokens."""
     if has_table_of_tokens(Structure(after)):
         return True
-    names = (name for tensor in tensors for name in _stored_names(origin, tensor))
+    names = (name for tensor in tensors for name in stored_names(origin, tensor))
     return any(is_table_of_tokens(old, name) for name in names if name in old)
 
 
@@ -377,7 +340,7 @@ def _fit(
     """Return the fit of a config to new tensors, whose old ones may be unknown."""
     config, edited = configs
     if before:
-        return fit_config(config, before, after, _sources(origin, tensors.values()), edited)
+        return fit_config(config, before, after, value_sources(origin, tensors.values()), edited)
     fit = check_config(edited, after)
     check_labels(fit, after)
     check_extents(fit, after)
@@ -408,51 +371,6 @@ def _check_order(
         fit.problems.append(f"the labels are in another order than in {some(labels, '')}")
 
 
-def _sources(origin: Origin, tensors: Iterable[WantedTensor]) -> Sources:
-    """Return where the values of new tensors come from."""
-    by_name = {tensor.name: tensor for tensor in tensors}
-    arrays: dict[str, Any] = {n: getattr(t, "data", {}).get("data") for n, t in by_name.items()}
-
-    @cache
-    def layers() -> LayersInMemory:
-        return LayersInMemory(Structure(origin.decoded), origin.array)
-
-    @cache
-    def small(name: str) -> bool:
-        return is_computed(arrays[name]) and 0 < arrays[name].nbytes <= _SMALL_NBYTES
-
-    @cache
-    def alike() -> set[Path]:
-        return _folders_of_equal_layers(origin)
-
-    def names(name: str) -> list[str]:
-        array = arrays[name]
-        lazies = [array] if isinstance(array, LazyArray) else lazies_in(array).values()
-        sources = {source for lazy in lazies for source in lazy.sources}
-        files = {file.name for source in sources for file in files_of(source)}
-        if not alike().issuperset([Path(file).parent for file in files]):
-            return []
-        return _stored_names(origin, by_name[name]) or layers().names_of(name, array)
-
-    def uses(name: str, sources: Collection[str]) -> bool:
-        return bool(sources) and (not small(name) or is_computed_from(arrays[name], sources))
-
-    return Sources({name: _source(tensor) for name, tensor in by_name.items()}, names, uses)
-
-
-def _folders_of_equal_layers(origin: Origin) -> set[Path]:
-    """Return the folders whose config has the same values for each layer as the origin's."""
-    if origin.folder is None:
-        return set()
-    lists = {}
-    for place in (origin.folder, *origin.others):
-        if is_readable(place / CONFIG):
-            size = sizes_stated_in(read_json(place / CONFIG) or {}).get("layer")
-            lists[place] = lists_by_layer(size) if size else {}
-    of_origin = lists.get(origin.folder)
-    return {place for place in lists if lists[place] == of_origin} | {origin.folder}
-
-
 def _keys_of_tokens(section: Mapping[str, Any], numbers: Collection[int]) -> list[str]:
     """Return the keys that name tokens of these numbers."""
     pairs = numbers_of_tokens(section)
@@ -469,23 +387,14 @@ def _check_experts(
     if "expert" in sizes_stated_in(config):
         facts = model_facts(config if is_gguf(config) else {"config": config})
         structure = Structure([Described(t.name, t.dtype, t.shape) for t in tensors], facts)
-        stored = {tensor.name: _stored_names(origin, tensor) for tensor in tensors}
+        stored = {tensor.name: stored_names(origin, tensor) for tensor in tensors}
         changes.add_all(_OTHER_EXPERTS, moved_routers(tensors, structure, stored))
-
-
-def _stored_names(origin: Origin, tensor: WantedTensor) -> list[str]:
-    """Return the names of the tensors that a tensor is read or may be computed from."""
-    array = getattr(tensor, "data", {}).get("data")
-    if isinstance(array, LazyArray):
-        readers = [(Path(r.source.name), r.part.offset) for r in array.part_readers]
-        return [origin.places[place] for place in readers if place in origin.places]
-    return [o.tensor.name for lazy in lazies_in(array).values() for o in lazy.tensor_origins]
 
 
 def _in_memory(origin: Origin, tensors: Iterable[WantedTensor]) -> Origin | None:
     """Return the origin of a model in memory that files only change; None for changes alone."""
     is_adapter = origin.folder is not None and is_readable(origin.folder / ADAPTER_CONFIG)
-    is_changed = is_adapter or not all(_stored_names(origin, tensor) for tensor in tensors)
+    is_changed = is_adapter or not all(stored_names(origin, tensor) for tensor in tensors)
     return Origin(configs=origin.configs) if CONFIG in origin.configs and is_changed else None
 
 
@@ -512,72 +421,10 @@ def _with_rests(names: Iterable[str]) -> set[str]:
     return {name for pair in pairs for name in pair if "." in name}
 
 
-def _source(tensor: WantedTensor) -> Any:
-    """Return the folder of the values of a tensor, or the operations that compute them."""
-    array = getattr(tensor, "data", {}).get("data")
-    if isinstance(array, OnePartArray):
-        return Path(array.source.name).parent
-    layers = getattr(getattr(array, "dask", None), "layers", {}).items()
-    return sorted([n.rpartition("-")[0] for n, layer in layers if not hasattr(layer, "lazy")])
-
-
-def _notes(
-    origin: Origin,
-    contents: Mapping[str, bytes | Path],
-    files: Collection[str],
-    tokenizer: ChosenTokenizer,
-    *,
-    is_compared: bool,
-) -> Iterator[tuple[str, str]]:
-    """Yield notes of configs that are from the attributes, or that hold for some sources only."""
-    for name in contents:
-        if name not in files and (name != GENERATION or origin.folder is None):
-            yield _OF_ATTRS if is_compared or name != CONFIG else _OF_ATTRS + _NOT_COMPARED, name
-    if origin.folder is None:
-        return
-    has_tokenizer = not tokenizer.tokenizer.files.keys().isdisjoint(contents)
-    yield from (of_tokenizer := tokenizer.notes() if has_tokenizer else [])
-    for name in (CONFIG, _TOKENIZER) if not of_tokenizer else (CONFIG,):
-        if name in contents and name in files:
-            yield from _other_values(origin.folder / name, origin.others, contents[name])
-    if ADAPTER_CONFIG in files:
-        for text in _other_scales(origin.folder, origin.others):
-            yield _OTHER_SCALES.format(origin.folder.name), text
-
-
-def _other_values(
-    path: Path, others: Iterable[Path], written: bytes | Path
-) -> Iterator[tuple[str, str]]:
-    """Yield notes of files of other checkpoints that contradict one that is written."""
-    change = _OTHER_VALUES.format(path.parent.name)
-    for other in [place / path.name for place in others if is_readable(place / path.name)]:
-        if path.name == CONFIG:
-            config, of_other = (read_json(file) or {} for file in (path, other))
-            new = parse_json(_data(written))
-            for key in [key for key in config if key in of_other and key not in _OF_FILES]:
-                if of_other[key] not in [config[key], new.get(key)]:
-                    values = f" {of_other[key]} ({config[key]})"
-                    is_plain = not isinstance(config[key], list | dict)
-                    yield change, f"{other.parent.name}/ {key}{values if is_plain else ''}"
-        elif not filecmp.cmp(path, other, shallow=False):
-            yield change, f"{other.parent.name}/ another {path.name}"
-
-
 def _is_model(origin: Origin, tensors: Sequence[Described], target: Target) -> bool:
     """Return whether tensors of a known family come from another format than the target's."""
     is_same = all(Path(name).suffix in Path(target.path).name for name in origin.file_names)
     return not (origin.folder and is_same) and Structure(tensors).family != ""
-
-
-def _other_scales(folder: Path, others: Iterable[Path]) -> Iterator[str]:
-    """Yield the scales of other adapters that tensors are computed from, if they differ."""
-    paths = [path for place in (folder, *others) if is_readable(path := place / ADAPTER_CONFIG)]
-    config, *configs = [read_json(path) or {} for path in paths]
-    for path, other in zip(paths[1:], configs, strict=True):
-        keys = [key for key in _SCALES if other.get(key) != config.get(key)]
-        if keys:
-            values = [f"{key} {other.get(key)}, not {config.get(key)}" for key in keys]
-            yield f"{path.parent.name}/: {'; '.join(values)}"
 
 
 def _other_ranks(
@@ -633,13 +480,9 @@ def _add_changes(
             changes.add_all(_MOVED_TOKENS.format(name, place), moved)
 
 
-def _data(content: bytes | Path) -> bytes:
-    return content if isinstance(content, bytes) else content.read_bytes()
-
-
 def _difference(existing: Path, content: bytes | Path) -> str:
     """Return how a file differs from new contents; empty if it does not."""
-    new = _data(content)
+    new = content_bytes(content)
     if existing.is_file() and existing.stat().st_size == len(new) and existing.read_bytes() == new:
         return ""
     document = read_json(existing) if existing.name == CONFIG and is_readable(existing) else None
@@ -682,52 +525,3 @@ def _json(
     if path is not None and config == before:
         return path
     return json.dumps(config, indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
-
-
-def _with_types(
-    config: dict[str, Any], tensors: Sequence[Described | WantedTensor]
-) -> dict[str, Any]:
-    """Set the element type of tensors in a config."""
-    dtype = _main_type(tensors)
-    return config | {key: dtype for key in DTYPE_KEYS if key in config and dtype}
-
-
-def with_written_type(
-    attrs: Mapping[str, Any], gathered: Gathered, written: Mapping[str, WantedTensor]
-) -> Mapping[str, Any]:
-    """Return attributes whose config states the type of tensors that writing converts."""
-    config = attrs.get("config")
-    dtype = _main_type(written.values())
-    if not isinstance(config, dict) or dtype == _main_type(gathered.payloads):
-        return attrs
-    return {**attrs, "config": _with_types(config, list(written.values()))}
-
-
-def _main_type(tensors: Iterable[Described | WantedTensor]) -> str:
-    """Return the type of most elements of floats; empty without floats."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        if tensor.dtype in WIDE_FLOATS:
-            sizes[tensor.dtype] += prod(tensor.shape)
-    return sizes.most_common(1)[0][0] if sizes else ""
-
-
-def _other_types(
-    config: Mapping[str, Any],
-    old_config: Mapping[str, Any],
-    before: Iterable[Described],
-    after: Iterable[Described],
-) -> Iterator[tuple[str, str]]:
-    """Yield notes of tensors whose type differs from the config, and did not before."""
-    stated, old_stated = map(stated_dtype, (config, old_config))
-    types = {tensor.name: tensor.dtype for tensor in before} if stated == old_stated else {}
-    declared = [value for _, value in declarations_in(config)]
-    methods = [value.get("quant_method") for value in declared if isinstance(value, dict)]
-    method = next((method for method in _KEEPING_TYPES if method in methods), None)
-    use = "converts them to" if method is None else f"does not convert them to, beside {method}"
-    # A type of all floats would be one of the scales of codes, too.
-    remedy = f"encoding={{name: {{'dtype': {stated!r}}}}}" if declared else f"dtype={stated!r}"
-    change = _OTHER_TYPE.format(stated, use, f"{remedy}, cast='allow'")
-    for tensor in after if stated in WIDE_FLOATS else ():
-        if tensor.dtype in WIDE_FLOATS and tensor.dtype not in {stated, types.get(tensor.name)}:
-            yield change, f"{tensor.name} {tensor.dtype}"

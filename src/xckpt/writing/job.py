@@ -26,7 +26,7 @@ from xckpt.interrupts import uninterrupted
 from xckpt.progress import Progress
 from xckpt.storage import Source, is_remote
 from xckpt.storage.sink import Sink, publish
-from xckpt.writing.companions import Companions, companions_of, with_written_type
+from xckpt.writing.companions import Companions, companions_of
 from xckpt.writing.computed import (
     ComputedPart,
     SpooledBytes,
@@ -35,6 +35,7 @@ from xckpt.writing.computed import (
     new_nonfinite,
     store_array,
 )
+from xckpt.writing.config_types import with_written_type
 from xckpt.writing.origins import STATED, origin_of
 from xckpt.writing.rehearsal import changed_attributes
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
