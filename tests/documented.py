@@ -317,7 +317,7 @@ def write_models(folder: Path) -> None:
 
 
 def _write_convolutions(folder: Path, rng: np.random.Generator) -> None:
-    """Write a ResNet of one layer, and two pipelines of diffusers."""
+    """Write a ResNet of one layer, pipelines of diffusers, and sentence encoders."""
     shapes: dict[str, tuple[int, ...]] = {"conv1.weight": (8, 3, 3, 3), "fc.weight": (2, 8)}
     shapes |= {f"bn1.{name}": (8,) for name in ("weight", "bias", "running_mean", "running_var")}
     tensors = {name: rng.uniform(0.5, 2, shape).astype("f4") for name, shape in shapes.items()}
@@ -333,3 +333,9 @@ def _write_convolutions(folder: Path, rng: np.random.Generator) -> None:
         (folder / pipeline / "scheduler").mkdir()
         (folder / pipeline / "scheduler/scheduler_config.json").write_text("{}")
         (folder / pipeline / "model_index.json").write_text("{}")
+    for encoder in ("st-1", "st-2"):
+        for part in ("", "2_Dense"):
+            (folder / encoder / part).mkdir(parents=True, exist_ok=True)
+            weight = rng.normal(size=(8, 8)).astype("f4")
+            xckpt.save({"linear.weight": weight}, folder / encoder / part / "model.safetensors")
+            (folder / encoder / part / "config.json").write_text("{}")

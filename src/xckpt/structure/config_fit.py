@@ -357,10 +357,17 @@ def _missing(
     if Counter([old[n] for n in missing]) == Counter([s for n, s in new.items() if n not in old]):
         names = {_without_prefix(name, fit.config) for name in new}
         renamed = [name for name in missing if _without_prefix(name, fit.config) not in names]
-        if renamed:
+        if renamed := names_that_stay(fit, renamed, structure):
             fit.renamed = f"no tensor has the name {some(renamed, 'names', _SHOWN)} any more"
         return []
     return [name for name in missing if structure[name].role in PARAMETERS]
+
+
+def names_that_stay(fit: ConfigFit, names: Sequence[str], structure: Structure) -> list[str]:
+    """Return the names that an edited class of model has, too: those in layers."""
+    if _CLASSES not in fit.edited:
+        return list(names)
+    return [name for name in names if "layer" in dict(structure[name].indices)]
 
 
 def _below_same_modules(names: Iterable[str], others: Iterable[str]) -> list[str]:

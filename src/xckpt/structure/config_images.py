@@ -25,6 +25,9 @@ _INPUTS: list[Place] = [(_OF_WEIGHTS, "input_size"), ("", "input_size")]
 _CHANNELS: list[Place] = [(_OF_MODEL, "in_chans"), ("", "in_chans"), *_INPUTS]
 _SIZES: list[Place] = [(_OF_MODEL, "img_size"), *_INPUTS]
 _OTHER_INPUTS: list[Place] = [(_OF_WEIGHTS, "test_input_size"), (_OF_WEIGHTS, "min_input_size")]
+#: Keys of transformers, of a model and of the processing of its images.
+_OF_IMAGES, _PROCESSOR = "image_size", "image_processor"
+_PROCESSED = frozenset({"size", "crop_size"})
 _POSITIONS = re.compile(r"(?:.*[./])?pos\w*_embed\w*(?:\.weight)?")
 # Rows of tables of positions beside patches, for classes, distillation and registers.
 _MOST_EXTRA = 6
@@ -200,3 +203,31 @@ def _numbers_of_patches(
         for patch, extra in extras.items()
         if 0 <= extra <= _MOST_EXTRA
     }
+
+
+def with_new_images(
+    document: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the config of image processing for another size of images.
+
+    `before` and `after` are configs of a model of transformers.
+    """
+    places = [("", _OF_IMAGES), *((key, _OF_IMAGES) for key in before if key.endswith("_config"))]
+    sizes = {(_size(_value(before, place)), _size(_value(after, place))) for place in places}
+    changed = [(old, new) for old, new in sizes if old and new and old != new]
+    squares = [(old[0], new[0]) for old, new in changed if len({*old}) == len({*new}) == 1]
+    return _scaled(document, *squares[0]) if len(changed) == len(squares) == 1 else dict(document)
+
+
+def _scaled(document: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
+    """Return a config with sizes of images for which `old` pixels are `new` ones."""
+    scaled = dict(document)
+    for key in _PROCESSED.intersection(document):
+        value = document[key]
+        if isinstance(value, dict):
+            scaled[key] = {k: n * new // old if type(n) is int else n for k, n in value.items()}
+        elif type(value) is int:
+            scaled[key] = value * new // old
+    if isinstance(inner := document.get(_PROCESSOR), dict):
+        scaled[_PROCESSOR] = _scaled(inner, old, new)
+    return scaled

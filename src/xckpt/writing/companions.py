@@ -9,7 +9,7 @@ it is left out if it does not fit otherwise. Names of code are removed, and code
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,10 +30,12 @@ from xckpt.structure.config_fit import (
     fit_config,
     fit_quantization,
     may_be_tied,
+    names_that_stay,
     numbers_of_tokens,
     tokens_without_row,
     untie_head,
 )
+from xckpt.structure.config_images import with_new_images
 from xckpt.structure.config_layers import edited_kinds
 from xckpt.structure.facts import is_gguf, model_facts, sections_of, sizes_stated_in
 from xckpt.structure.info import Described
@@ -51,6 +53,7 @@ from xckpt.writing.origins import (
     origin_of,
     read_json,
 )
+from xckpt.writing.sentence_modules import SentenceModules, sentence_modules
 from xckpt.writing.tokenizers import FILES, ChosenTokenizer, choose_tokenizer, numbers_in
 from xckpt.writing.value_sources import stored_names, value_sources
 from xckpt.writing.vocabulary import (
@@ -69,7 +72,7 @@ if TYPE_CHECKING:
     from xckpt.writing.targets import Target
 
 # Files of transformers that hold if the config does.
-_OF_MODEL = (GENERATION, "preprocessor_config.json", "processor_config.json")
+_OF_MODEL = (GENERATION, *(_OF_IMAGES := ("preprocessor_config.json", "processor_config.json")))
 _CORRECTED = "config.json has new values, as the tensors have"
 _CORRECTED_ATTRS = "attributes have new values, as the tensors have"
 _CONTRADICTED_ATTRS = "attributes that the tensors contradict"
@@ -80,7 +83,9 @@ _OTHER_EXPERTS = "rows of routers that are in another order than the experts"
 _UNKNOWN_TOKENS = "{} names tokens that have no row"
 _MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers in {})"
 # Files whose contents may change.
-_READ = frozenset({*PARSED, ADAPTER_CONFIG, GENERATION})
+_READ = frozenset({*PARSED, ADAPTER_CONFIG, GENERATION, *_OF_IMAGES})
+_OF_MODULES = "modules that were not opened (open, combine and save each, into the new folder)"
+_NEW_IMAGES = "{} has new values, as config.json has"
 _NO_TABLE = "no table of tokens is written"
 _EXCHANGED = "tensors that layers no longer have, as the edited {} of config.json must state"
 _REORDERED = "the rows of the vocabulary are in another order"
@@ -147,6 +152,7 @@ class Companions(NamedTuple):
             path = Path(target.companion(name))
             if path.exists() and not target.overwrite:
                 continue
+            path.parent.mkdir(exist_ok=True)  # of a module
             if isinstance(content, bytes) or not (path.exists() and content.samefile(path)):
                 write_file(str(path), content_bytes(content), overwrite=target.overwrite)
 
@@ -169,11 +175,12 @@ def companions_of(
     if is_stated or edited.get(TYPE) != config.get(TYPE):
         before = []  # the tensors of another model
     fit = _fit((config, edited), before, after, origin, tensors)
+    fit.missing = [name for name in fit.missing if not origin.has_twin(name, tensors)]
     old_names = [tensor.name for tensor in before]
     if fit.missing and _have_no_name_of(old_names, tensors):
         in_memory = _in_memory(origin, tensors.values())
         return companions_of(in_memory, tensors, target, changes) if in_memory else Companions({})
-    fit.renamed = fit.renamed or _with_other_prefixes(old_names, tensors)
+    fit.renamed = fit.renamed or _with_other_prefixes(names_that_stay(fit, old_names, old), tensors)
     fit.corrections += renumbered
     fit.has_fewer_tokens &= not tokenizer.is_of_another
     is_quantized = bool(quantized) or origin.may_have_codes(fit.config, types)
@@ -192,6 +199,7 @@ def companions_of(
     # Kernels of codes compute in the type that the config states.
     fitted = fit.config if quantized else with_types(fit.config, after)
     documents = {CONFIG: fitted, ADAPTER_CONFIG: adapter, GENERATION: generation.document}
+    documents |= {n: with_new_images(beside.unedited(n), in_file, fitted) for n in _OF_IMAGES}
     new = {n: documents[n] for n in documents if beside.unedited(n) or n == GENERATION}
     contents = _contents(beside, new, dropped, target, changes)
     if not beside.names and _is_model(origin, after, target):
@@ -199,6 +207,7 @@ def companions_of(
     written = new.get(CONFIG) if CONFIG in contents else None
     notes = (
         notes_of(origin, contents, beside.files, tokenizer, is_compared=bool(before)),
+        _other_parts(beside, contents, new),
         other_types(written or {}, config, [t for t in before if t.name not in dense], after),
     )
     for change, name in chain.from_iterable(notes):
@@ -216,6 +225,8 @@ class _Beside(NamedTuple):
     #: Objects of the attributes, and as they were before the user edited them.
     stated: Mapping[str, dict[str, Any]]
     opened: Mapping[str, dict[str, Any]]
+    #: Modules that have tensors of their own, with the folders of their models.
+    modules: Mapping[str, Path]
 
     @property
     def names(self) -> list[str]:
@@ -236,17 +247,31 @@ class _Beside(NamedTuple):
 
 
 def _beside(origin: Origin, tokenizer: ChosenTokenizer) -> _Beside:
-    """Return the files that describe a model, with all files of its tokenizer."""
+    """Return the files that describe a model, with all files of its tokenizer and modules."""
     names = [CONFIG, ADAPTER_CONFIG, *_OF_MODEL] if origin.folder else []
     place = origin.folder or Path()
     files = {name: path for name in names if is_readable(path := place / name)}
-    files |= tokenizer.tokenizer.files
-    parsed = {name: read_json(files[name]) for name in files if name in _READ}
-    if parsed.get(GENERATION, {}) is None:  # copied as it is
-        del parsed[GENERATION]
+    modules = sentence_modules(place) if origin.folder else SentenceModules({}, [])
+    files |= tokenizer.tokenizer.files | modules.files
+    read = {name: read_json(files[name]) for name in files if name in _READ}
+    # Other files than objects are copied, unless they may have code.
+    parsed = {name: read[name] for name in read if name in PARSED or read[name] is not None}
     stated = {name: config for name, config in origin.configs.items() if name not in files}
     opened = {name: config for name in stated if (config := origin.config_in_attributes(name))}
-    return _Beside(files, parsed, stated, opened)
+    with_tensors = dict.fromkeys(modules.with_tensors, place)
+    return _Beside(files, parsed, stated, opened, with_tensors)
+
+
+def _other_parts(
+    beside: _Beside, contents: Collection[str], documents: Mapping[str, dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Yield notes of images of another size, and of modules that are not written."""
+    for name in [name for name in _OF_IMAGES if name in contents]:
+        before, after = beside.unedited(name), documents.get(name, {})
+        for key in [key for key in after if after[key] != before[key]]:
+            yield _NEW_IMAGES.format(name), key
+    for name, folder in beside.modules.items():
+        yield _OF_MODULES, f"{folder.name}/{name}"
 
 
 def _contents(
@@ -501,15 +526,16 @@ def _reasons(
     if fit.missing:
         total = counted(count, "tensor")
         lacks = f"the file lacks {len(fit.missing)} of its {total}: {some(fit.missing, '', 3)}"
-        hint = '{}; attrs["{}"] with changes, as of "{}", is written'
+        hint = '{} (state "{}" of the new model in attrs["{}"], which is written then)'
         keys = 'tie_word_embeddings" (true if the head is the table of tokens) or "architectures'
         key = keys if fit.lacks_head else "architectures"
-        reasons = dict.fromkeys(names, hint.format(lacks, "config", key))
+        reasons = dict.fromkeys(names, hint.format(lacks, key, "config"))
         if reasons.pop(ADAPTER_CONFIG, None) and not has_new_adapter:
-            reasons[ADAPTER_CONFIG] = hint.format(lacks, "adapter_config", "target_modules")
+            reasons[ADAPTER_CONFIG] = hint.format(lacks, "target_modules", "adapter_config")
         return reasons
     problems = [*filter(None, [fit.renamed]), *fit.problems]
-    reasons = dict.fromkeys((CONFIG, *_OF_MODEL) if problems else (), "; ".join(problems))
+    of_model = [name for name in names if name not in {ADAPTER_CONFIG, *FILES}]
+    reasons = dict.fromkeys(of_model if problems else (), "; ".join(problems))
     if fit.has_fewer_tokens:
         reasons |= dict.fromkeys(FILES, "the vocabulary has fewer rows")
     elif fit.has_reordered_tokens:

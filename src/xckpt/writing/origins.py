@@ -75,6 +75,14 @@ class Origin:
     opened: Any = None
     #: Attributes of the file.
     in_file: Mapping[str, Any] = field(default_factory=dict)
+    #: Names of tensors that share the data of others, with the names of these.
+    shared: Mapping[str, str] = field(default_factory=dict)
+
+    def has_twin(self, name: str, names: Collection[str]) -> bool:
+        """Return whether one of the names is of a tensor that is the same parameter."""
+        owner = self.shared.get(name, name)
+        twins = {owner, *(twin for twin, other in self.shared.items() if other == owner)}
+        return not twins.isdisjoint(names)
 
     def config_in_attributes(self, name: str) -> dict[str, Any] | None:
         """Return the config that the attributes had before the user stated another one."""
@@ -184,10 +192,10 @@ def origin_of(gathered: Gathered) -> Origin:
                 for part in t.parts.values()
             }
             others = [other for other in folders if other != folder]
-            attrs = gathered.config, index.attrs
+            of_file = gathered.config, index.attrs, index.shared
             origins.append(
                 Origin(
-                    folder, file_names, *described, codes, array, places, others, configs, *attrs
+                    folder, file_names, *described, codes, array, places, others, configs, *of_file
                 )
             )
             # An adapter may set more tensors than its base keeps, but has other names.
