@@ -27,11 +27,18 @@ from xckpt.sample import write_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: The config of the models of `write_models`.
+#: The configs of the models of `write_models`.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8,
     "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "vocab_size": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+BART = {
+    "architectures": ["BartForConditionalGeneration"], "model_type": "bart", "d_model": 8,
+    **{f"{side}_layers": 6 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 16 for side in ("encoder", "decoder")},
+    "max_position_embeddings": 10, "vocab_size": 32,
 }  # fmt: skip
 _QUANTIZED = {"DeepSeek-V3": "fp8_block_deepseek_shards", "Llama-3.1-8B-AWQ": "awq_gemm_group32"}
 
@@ -313,7 +320,37 @@ def write_models(folder: Path) -> None:
     xckpt.save(factors, folder / "adapter/adapter_model.safetensors")
     config = json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4})
     (folder / "adapter/adapter_config.json").write_text(config)
+    _write_encoder_and_decoder(folder / "hf/bart", rng)
     _write_convolutions(folder, rng)
+
+
+def _write_encoder_and_decoder(folder: Path, rng: np.random.Generator) -> None:
+    """Write a BART of twelve layers."""
+    shapes: dict[str, tuple[int, ...]] = {"model.shared": (32, 8)}
+    for side, attentions in (("encoder", ["self"]), ("decoder", ["self", "encoder"])):
+        shapes |= {f"model.{side}.embed_positions": (12, 8)}
+        shapes |= {f"model.{side}.layernorm_embedding": (8,)}
+        for layer in (f"model.{side}.layers.{number}" for number in range(6)):
+            shapes |= {
+                f"{layer}.{a}_attn.{p}_proj": (8, 8) for a in attentions for p in (*"kvq", "out")
+            }
+            shapes |= {f"{layer}.{a}_attn_layer_norm": (8,) for a in attentions}
+            shapes |= {
+                f"{layer}.fc1": (16, 8),
+                f"{layer}.fc2": (8, 16),
+                f"{layer}.final_layer_norm": (8,),
+            }
+    has_bias = [
+        name for name in shapes if name.endswith(("_proj", "fc1", "fc2", "norm", "_embedding"))
+    ]
+    names = {f"{name}.weight": shape for name, shape in shapes.items()}
+    names |= {f"{name}.bias": shapes[name][:1] for name in has_bias}
+    tensors = {name: rng.normal(size=shape).astype("f4") for name, shape in names.items()}
+    folder.mkdir()
+    xckpt.save(
+        {**tensors, "final_logits_bias": np.zeros((1, 32), "f4")}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(BART))
 
 
 def _write_convolutions(folder: Path, rng: np.random.Generator) -> None:

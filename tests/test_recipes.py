@@ -18,7 +18,7 @@ import pytest
 import xarray as xr
 
 import xckpt
-from tests.documented import LLAMA, write_models
+from tests.documented import BART, LLAMA, write_models
 from tests.test_docs import PAGES
 from xckpt.errors import CheckpointWarning
 
@@ -333,6 +333,23 @@ def test_transformers_computes_with_the_result(target: str, tmp_path: Path) -> N
     state = model.state_dict()
     for name, array in float32(target).items():
         np.testing.assert_array_equal(state[name].float().numpy(), array)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_loads_a_decoder_with_fewer_layers() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    run("hf/student/")
+    config = json.loads(Path("hf/student/config.json").read_text())
+    assert config == BART | {"decoder_layers": 3}
+    model, report = transformers.BartForConditionalGeneration.from_pretrained(
+        "hf/student", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    teacher, state = stored("hf/bart"), model.state_dict()
+    for name in stored("hf/student"):
+        side, _, layer = name.partition("decoder.layers.")
+        before = f"{side}decoder.layers.{(0, 2, 5)[int(layer[0])]}{layer[1:]}" if layer else name
+        np.testing.assert_array_equal(state[name].numpy(), teacher[before])
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -164,6 +164,48 @@ def test_only_some_modules() -> None:
     assert "layers.3.norm" in ds
 
 
+TOWERS = [f"model.{part}.layers.{n}.w" for part in ("encoder", "decoder") for n in range(3)]
+EXPERTS_OF_LAYERS = [f"h.{n}.mlp.experts.{e}.w" for n in range(3) for e in range(2)]
+JOINED = [f"{part}/Dense_{n}/w" for part in "ab" for n in range(2)]
+DECODER = {"model.decoder.layers.w": "layers"}
+BOTH = {"model.encoder.layers.w": "layers", **DECODER}
+EXPERTS_ALONE = {f"h.{n}.mlp.experts.w": "experts" for n in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("names", "stack", "dims"),
+    [
+        (TOWERS, "layers", BOTH),
+        (TOWERS, "model.decoder.layers", DECODER),
+        (TOWERS, "decoder.layers", DECODER),
+        (TOWERS, "*.decoder.*", DECODER),
+        (TOWERS, ["model.decoder.layers.*"], DECODER),
+        (TOWERS, "model.*.layers", BOTH),
+        (EXPERTS_OF_LAYERS, "h.mlp.experts", EXPERTS_ALONE),
+        (EXPERTS_OF_LAYERS, "h.*.mlp.experts", EXPERTS_ALONE),
+        (EXPERTS_OF_LAYERS, ["h", "mlp.experts"], {"h.mlp.experts.w": "h experts"}),
+        (JOINED, "b/Dense", {"b/Dense/w": "Dense"}),
+    ],
+)
+def test_modules_are_named_by_their_path(
+    names: list[str], stack: Any, dims: dict[str, str]
+) -> None:
+    data = zt({name: np.zeros((2, 3), "<f4") for name in names})
+    opened = xr.open_dataset(data, engine="ztensor", stack=stack)
+    stacked = xr.open_dataset(data, engine="ztensor").ckpt.stack(stack)
+    for ds in (opened, stacked):
+        added = {n: v.dims[:-2] for n, v in ds.data_vars.items() if v.ndim > 2}
+        assert added == {name: tuple(text.split()) for name, text in dims.items()}
+        assert list(ds.ckpt.unstack()) == names
+
+
+def test_paths_are_listed_where_modules_share_a_name() -> None:
+    arrays = {name: np.zeros((2, 3), "<f4") for name in (*TOWERS, "blocks.0.w", "blocks.1.w")}
+    text = "there are: 'model.encoder.layers', 'model.decoder.layers', 'blocks'"
+    with pytest.warns(xckpt.CheckpointWarning, match=text):
+        xr.open_dataset(zt(arrays), engine="ztensor", stack="encoder.layer")
+
+
 def test_stacks_with_gaps_are_split() -> None:
     arrays = {f"h.{i}.w": np.full((2, 2), i, "<f4") for i in (0, 2, 7)}
     ds = xr.open_dataset(zt(arrays), engine="ztensor", stack=True)

@@ -38,7 +38,7 @@ def test_index_is_the_same_everywhere(word: str) -> None:
     names = [f"layers.{word}.w", f"layers.{sibling}.w"]
     assert parse_name(names[0]).indices == ((word,) if expected else ())
     assert bool(find_stacks(dict.fromkeys(names, 0))) is expected
-    assert modules_by_frequency(names[:1]) == (["layers"] if expected else [])
+    assert [*modules_by_frequency(names[:1]).values()] == (["layers"] if expected else [])
     assert len(ModuleTree(rows(*names), 3)._root.children["layers"].children) == 2 - expected
     (layer,) = sizes_table(rows(names[0]), "layer").index
     assert layer == (f"layers.{word}" if expected else "")
@@ -49,6 +49,8 @@ def test_parse_name_for_some_modules() -> None:
     parsed = parse_name("layers.1.experts.2.w", {"experts"})
     assert parsed.template == ("layers.", "1", ".experts.", None, ".w")
     assert (parsed.modules, parsed.indices) == (("experts",), ("2",))
+    assert parse_name("layers.1.experts.2.w", {"layers.experts"}) == parsed
+    assert parse_name("layers.1.experts.2.w", {"layers.*.experts"}) == parsed
 
 
 def test_module_of_index_without_word_before_it() -> None:

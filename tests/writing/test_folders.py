@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -1621,6 +1623,21 @@ class TestSizesOfParts:
         ds = xckpt.open("base")
         with pytest.warns(CheckpointWarning, match=r"2 \(was 3\)"):
             ds.drop_vars([stacks[-1].format(2)]).ckpt.save("out/")
+        assert json.dumps(config("out")).count("3") == len(stacks) - 1
+
+    @pytest.mark.parametrize(("stated", "stacks"), TOWERS.values(), ids=TOWERS)
+    def test_layers_of_one_tower_are_renumbered_as_the_warning_says(
+        self, stated: dict[str, Any], stacks: list[str]
+    ) -> None:
+        self.write(stated, {stack.format(n): (8, 8) for stack in stacks for n in range(3)})
+        ds = xckpt.open("base").drop_vars([stacks[-1].format(1)])
+        with pytest.warns(CheckpointWarning, match="layers 0, 2") as record:
+            ds.ckpt.save("gap/")
+        advice = re.search(r"opened with stack=(.+?), (ds\..+) renumbers", str(record[0].message))
+        assert advice is not None
+        stacked = ds.ckpt.stack(ast.literal_eval(advice[1]))
+        with pytest.warns(CheckpointWarning, match=r"2 \(was 3\)"):
+            eval(advice[2], {"ds": stacked}).ckpt.save("out/")  # noqa: S307  our message
         assert json.dumps(config("out")).count("3") == len(stacks) - 1
 
     @pytest.mark.parametrize(("stated", "stacks"), TOWERS.values(), ids=TOWERS)

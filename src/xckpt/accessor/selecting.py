@@ -99,7 +99,9 @@ def stack(
     Parameters
     ----------
     modules : True, str, or list of str, default True
-        Modules whose numbers become dimensions; all by default.
+        Modules whose numbers become dimensions; all by default. A module has a name
+        (``"layers"``) and a path (``"model.decoder.layers"``), whose end is enough; globs match
+        paths.
     join : {"exact", "outer"}, default "exact"
         How to stack tensors of a module that have different numbers. "exact": other numbers
         become another dimension (``layers_1``). "outer": one dimension has all numbers, and

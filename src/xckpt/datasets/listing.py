@@ -16,7 +16,7 @@ from xckpt.labels.grids import Stack, find_stacks
 from xckpt.storage.source import sources_of
 from xckpt.structure import structure_of
 from xckpt.structure.dims import axes_of
-from xckpt.structure.numbering import modules_by_frequency, split_words
+from xckpt.structure.numbering import is_module, modules_by_frequency, split_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -246,11 +246,12 @@ def stacking_key(
 
 def warn_of_unknown_modules(names: Collection[str], modules: Collection[str] | None) -> None:
     """Warn of modules to stack that do not exist, and list the existing ones."""
-    existing = modules_by_frequency(names, modules) if modules is not None else []
-    unknown = [module for module in modules or () if module not in existing]
+    existing = modules_by_frequency(names, modules) if modules is not None else {}
+    unknown = [m for m in modules or () if not any(is_module(t, m) for t in existing)]
     if not unknown:
         return
-    listed = ", ".join(shown(module) for module in existing[:_MOST_MODULES]) or "none"
+    shown_modules = [*dict.fromkeys(existing.values())][:_MOST_MODULES]
+    listed = ", ".join(map(shown, shown_modules)) or "none"
     text = f"stack: no numbered module is called {', '.join(map(shown, unknown))}"
     text = f"{text}; there are: {listed}"
     warn(text)

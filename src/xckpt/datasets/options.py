@@ -40,7 +40,7 @@ class OpenOptions:
     stack : bool, str, or list of str, default False
         Whether numbered modules become dimensions: ``layers.0.w``, ``layers.1.w``, ... of one
         kind become the variable ``layers.w`` with a dimension ``layers``. Names of modules restrict
-        stacking to them.
+        stacking to them, and so do paths, their ends, or globs of them (``"decoder.layers"``).
     join : {"exact", "outer"}, default "exact"
         With `stack`: how to stack tensors of a module that have different numbers, such as experts
         from the second layer on. "exact": other numbers become another dimension (``layers_1``).
@@ -183,7 +183,7 @@ def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[
         isinstance(module, str) for module in modules
     ):
         raise TypeError(
-            "stack takes True, the name of a numbered module ('layers') or a list of them, "
+            "stack takes True, the name or path of a numbered module ('layers') or a list of them, "
             f"not {stack!r}"
         )
     return modules

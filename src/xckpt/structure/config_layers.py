@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import some
 from xckpt.structure.facts import KEYS, StatedSize, is_gguf, sizes_stated_in, tower_of
-from xckpt.structure.numbering import drop_indices, parse_name
+from xckpt.structure.numbering import drop_indices, leaf_of, parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -130,10 +130,8 @@ def _fit_number(fit: ConfigFit, stacks: _Stacks) -> set[str]:
     count = stacks.count
     if count is None:
         numbers = " and ".join([ranges(numbers) for numbers in present])
-        dim = next(iter(stacks.before)).rstrip(".").rpartition(".")[2]
-        hint = f"ds.assign_coords({dim}=ds[{dim!r}].copy(data=range({len(present[0])})))"
         text = f"{size.key} {size.value}: the tensors have layers {numbers} "
-        fit.add_problem(f"{text}(opened with stack=True, {hint} renumbers them)")
+        fit.add_problem(f"{text}({_renumbering(stacks, len(present[0]))} renumbers them)")
     else:
         fit.correct(size, count)
     return {
@@ -142,6 +140,18 @@ def _fit_number(fit: ConfigFit, stacks: _Stacks) -> set[str]:
         for name, number in numbers.items()
         if number not in after.get(stem, {}).values()
     }
+
+
+def _renumbering(stacks: _Stacks, count: int) -> str:
+    """Return how to close the gaps in the numbers of layers."""
+    paths = [stem.rstrip("._/-") for stem in stacks.before]
+    dim = leaf_of(paths[0])
+    # Layers of an encoder have a dimension of the same name.
+    namesakes = {stem for stem in stacks.after if leaf_of(stem.rstrip("._/-")) == dim}
+    one_or_all = paths[0] if len(paths) == 1 else paths
+    stack = True if namesakes <= stacks.before.keys() else one_or_all
+    call = f"ds.assign_coords({dim}=ds[{dim!r}].copy(data=range({count})))"
+    return f"opened with stack={stack!r}, {call}"
 
 
 # --- values for each layer ------------------------------------------------------------------------

@@ -155,19 +155,7 @@ class RepeatedModules:
         """Turn all numbers in a name into text that are not indices of repeated modules."""
         if not parsed.indices:
             return parsed
-        mask = self.kept(parsed.template)
-        if all(mask):
-            return parsed
-        pieces, remaining = [], iter(zip(parsed.indices, mask, strict=True))
-        for piece in parsed.template:
-            index, is_kept = next(remaining) if piece is None else (piece, True)
-            pieces.append(None if piece is None and is_kept else index)
-        chosen = [number for number, is_kept in enumerate(mask) if is_kept]
-        return ParsedName(
-            tuple(pieces),
-            tuple([parsed.modules[number] for number in chosen]),
-            tuple([parsed.indices[number] for number in chosen]),
-        )
+        return parsed.restricted(self.kept(parsed.template))
 
     def kept(self, template: Template) -> tuple[bool, ...]:
         """Return whether each number in a template is the index of a repeated module."""

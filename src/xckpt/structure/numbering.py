@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from fnmatch import translate
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     # Indices are None, or a number of digits if they have leading zeros.
     Template = Iterable[str | int | None]
@@ -76,6 +77,17 @@ class ParsedName(NamedTuple):
         """Pieces of the name, indices included."""
         indices = iter(self.indices)
         return [next(indices) if piece is None else piece for piece in self.template]
+
+    def restricted(self, mask: Sequence[bool]) -> ParsedName:
+        """Return the name with some of its indices; the others are text."""
+        if all(mask):
+            return self
+        pieces, remaining = [], iter(zip(self.indices, mask, strict=True))
+        for piece in self.template:
+            index, is_kept = next(remaining) if piece is None else (piece, True)
+            pieces.append(None if piece is None and is_kept else index)
+        modules, indices = (tuple(compress(items, mask)) for items in (self.modules, self.indices))
+        return ParsedName(tuple(pieces), modules, indices)
 
     @property
     def outermost(self) -> str:
@@ -124,10 +136,13 @@ def names_repeated_modules(word: str) -> bool:
 def parse_name(
     name: str, only: Collection[str] | None = None, path: Sequence[str] | None = None
 ) -> ParsedName:
-    """Parse the indices in a name, or only the indices of the numbered modules in `only`."""
+    """Parse the indices in a name, or only the indices of the numbered modules in `only`.
+
+    `only` has names of modules, paths, ends of paths, or globs of them, as `is_module` takes.
+    """
     # `path` has the words of the name if dots do not separate them.
     if path is None:
-        parsed = _parse(name, frozenset(only or ()))
+        parsed = _parse(name, frozenset() if only is None else _last_words(frozenset(only)))
     else:
         pieces = _path_pieces(path)
         template = tuple(None if is_index(piece) else piece for piece in pieces)
@@ -135,26 +150,46 @@ def parse_name(
         parsed = ParsedName(template, tuple(numbered_modules(template)), indices)
     if only is None or all(module in only for module in parsed.modules):
         return parsed
-    return _restrict(parsed, only)
+    is_cached = len(name) <= _MAX_CACHED_LENGTH
+    mask_of = _modules_in if is_cached else _modules_in.__wrapped__
+    return parsed.restricted(mask_of(parsed.template, frozenset(only)))
 
 
-def _restrict(parsed: ParsedName, only: Collection[str]) -> ParsedName:
-    """Turn the indices of all but some numbered modules into text."""
-    template: list[str | None] = []
-    modules, indices = [], []
-    pairs = iter(zip(parsed.modules, parsed.indices, strict=True))
-    for piece in parsed.template:
-        if piece is not None:
-            template.append(piece)
-            continue
-        module, index = next(pairs)
-        if module not in only:
-            template.append(index)
-            continue
-        template.append(None)
-        modules.append(module)
-        indices.append(index)
-    return ParsedName(tuple(template), tuple(modules), tuple(indices))
+@lru_cache
+def _last_words(modules: frozenset[str]) -> frozenset[str]:
+    """Return the words before the indices of modules, from their names or paths."""
+    return modules | {leaf_of(module) for module in modules}
+
+
+@lru_cache(_MAX_FORMS)
+def _modules_in(template: tuple[str | None, ...], modules: frozenset[str]) -> tuple[bool, ...]:
+    """Return whether each index in a template is one of some modules."""
+    return tuple(
+        [
+            any(is_module(template[: place + 1], module) for module in modules)
+            for place, piece in enumerate(template)
+            if piece is None
+        ]
+    )
+
+
+def is_module(template: Template, text: str) -> bool:
+    """Return whether a text names the module of the last index in a template.
+
+    It is the name of the module, its path with or without numbers, or the end of the path; also as
+    a glob.
+    """
+    pieces = ["0" if piece is None else str(piece) for piece in template]
+    numbered = "".join(pieces)
+    if text == numbered_modules(template)[-1]:
+        return True
+    paths = (drop_indices(template), numbered.removesuffix("0")[:-1], numbered)
+    return any(map(_end_of_path(text), paths))
+
+
+@lru_cache
+def _end_of_path(glob: str) -> Callable[[str], object]:
+    return re.compile(f"(?s:.*[./])?{translate(glob)}").match
 
 
 def _parse(name: str, extra: frozenset[str]) -> ParsedName:
@@ -374,15 +409,24 @@ def has_words(template: Template) -> bool:
     return any(isinstance(piece, str) and piece.strip("./") for piece in template)
 
 
-def modules_by_frequency(names: Iterable[str], extra: Collection[str] = ()) -> list[str]:
-    """List the numbered modules in names, most frequent first."""
-    counts: Counter[str] = Counter()
-    extra = frozenset(extra)
-    for name in names:
-        parsed = _parse(name, extra)
-        if has_words(parsed.template):
-            counts.update(parsed.modules)
-    return [module for module, _ in counts.most_common()]
+def modules_by_frequency(
+    names: Iterable[str], extra: Collection[str] = ()
+) -> dict[tuple[str | None, ...], str]:
+    """Return numbered modules by template, up to their index, most frequent first.
+
+    A module is called by its path if another one has its name.
+    """
+    extra = _last_words(frozenset(extra))
+    templates = Counter(_parse(name, extra).template for name in names)
+    counts: Counter[tuple[str | None, ...]] = Counter()
+    for template, count in templates.items():
+        if has_words(template):
+            places = [place for place, piece in enumerate(template) if piece is None]
+            counts.update({template[: place + 1]: count for place in places})
+    paths = {template: drop_indices(template) for template, _ in counts.most_common()}
+    words = {template: numbered_modules(template)[-1] for template in paths}
+    shared = Counter(word for word, _ in {*zip(words.values(), paths.values(), strict=True)})
+    return {t: path if shared[words[t]] > 1 else words[t] for t, path in paths.items()}
 
 
 def number_in_place(stored: str, name: str, number: int) -> int | None:
