@@ -92,6 +92,31 @@ def test_findings_of_a_run_are_marked_by_their_severity(tmp_path: Path) -> None:
     assert "<b>error:</b>" in summary._repr_html_()
 
 
+@pytest.mark.parametrize("broken", [1, 6, 8])
+def test_steps_and_layers_with_findings_are_printed(broken: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for step in range(10):
+        layers = {f"layers.{n}.w": rng.normal(size=(4, 3)) for n in range(40)}
+        if step == broken:
+            layers["layers.17.w"][0] = np.nan
+        xckpt.save(layers, tmp_path / f"step-{step}.npz")
+    summary = xckpt.open_steps(tmp_path).ckpt.summary(changes=True)
+    titles = repr(summary).splitlines()[1].split()[1:]
+    assert len(titles) == 6
+    assert {"0", str(broken), "9"} <= {*titles}
+    assert "layers.17 " in repr(summary)
+    assert "… 4 more steps and " in repr(summary)
+    assert f"step.{broken}.layers.17" in repr(summary)
+
+
+def test_no_more_steps_are_printed_if_all_have_findings(tmp_path: Path) -> None:
+    for step in range(10):
+        weight = np.full((4, 3), np.nan if step else 1.0)
+        xckpt.save({"l.0.w": weight}, tmp_path / f"step-{step}.npz")
+    titles = repr(xckpt.open_steps(tmp_path).ckpt.summary(changes=True)).splitlines()[1].split()
+    assert titles == ["step", "0", "1", "2", "3", "4", "9"]
+
+
 def test_infinite_metrics_and_as_many_steps_as_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

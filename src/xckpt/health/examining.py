@@ -42,6 +42,7 @@ from xckpt.statistics.computing import QUANTILES
 from xckpt.statistics.computing import stats as compute_stats
 from xckpt.statistics.grouping import Merged, merge_columns, place_tensors
 from xckpt.structure import PARAMETERS, Role
+from xckpt.structure.numbering import module_of
 
 if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
@@ -361,7 +362,8 @@ _ROLES = {Role.MOMENT: "moments", Role.STATISTIC: "running statistics", Role.STA
 class RunSummary(Shown, pd.DataFrame):
     """A table of a training run, with a column for each step; it shows a selection of its rows."""
 
-    # ``attrs["run"]`` is its name, and ``attrs["notes"]`` lists findings as sentences.
+    # ``attrs["run"]`` is its name, ``attrs["notes"]`` lists findings as sentences, and
+    # ``attrs["marked"]`` the tensors and steps that they are about.
 
     @property
     def _constructor(self) -> Any:
@@ -393,14 +395,19 @@ def run_blocks(
     kinds: dict[str, list[int]] = {}
     for row, (kind, _) in enumerate(summary.index):
         kinds.setdefault(kind, []).append(row)
-    steps = _spread(range(summary.shape[1]), _MOST_STEPS)
+    marked_steps, marked_names = _marked(summary)
+    positions = {str(step): position for position, step in enumerate(summary.columns)}
+    marked = [positions[step] for step in marked_steps if step in positions]
+    steps = _spread(range(summary.shape[1]), _MOST_STEPS, marked)
     titles = [f"{summary.columns[step]:,}" for step in steps]
     numbers = summary.to_numpy()
     rows: list[list[Cell]] = []
     for kind, places in kinds.items():
         rows.append([f"{kind}:"])
         # The first row is the total.
-        for row in [places[0], *_spread(places[1:], _MOST_ROWS)]:
+        row_of = {summary.index[row][1]: row for row in places[1:]}
+        marked_rows = [row_of[name] for name in marked_names if name in row_of]
+        for row in [places[0], *_spread(places[1:], _MOST_ROWS, marked_rows)]:
             values = [numbers[row, step] for step in steps]
             rows.append([f"  {summary.index[row][1]}", *values])
     hidden = summary.shape[1] - len(steps), len(summary) - (len(rows) - len(kinds))
@@ -410,15 +417,29 @@ def run_blocks(
     # Three digits, but whole numbers in full.
     fields = [Field(str(summary.columns.name), "tree")]
     fields += [Field(title, "number", digits=3) for title in titles]
+    wanted = [titles[0], titles[-1], *(titles[steps.index(n)] for n in marked if n in steps)]
     notes = list(summary.attrs["notes"])
     if not summary.attrs["is_compared"]:
         aim = "changes" if summary.attrs["is_examined"] else "changes and findings"
         notes.append(f"layers are not compared yet: {call} reads each step once, for {aim}")
     return [
         Heading(summary.attrs["run"], "Run", summary.attrs["facts"]),
-        Table(fields, rows, rest, wanted=[titles[0], titles[-1]]),
+        Table(fields, rows, rest, wanted=wanted),
         *map(_note, notes),
     ]
+
+
+def _marked(summary: pd.DataFrame) -> tuple[list[str], list[str]]:
+    """Return the steps with findings, and the names of their modules, the first findings first."""
+    steps: dict[str, None] = {}
+    names: dict[str, None] = {}
+    for tensor in summary.attrs["marked"]:
+        step, _, name = tensor.removeprefix(f"{summary.columns.name}.").partition(".")
+        steps[step] = None
+        while name and name not in names:
+            names[name] = None
+            name = module_of(name)
+    return list(steps), list(names)
 
 
 def _note(text: str) -> Sentence:
@@ -453,6 +474,10 @@ def run_summary(
     is_compared = changes or len(steps) < 2
     frame.attrs = {"run": title, "facts": facts, "notes": notes, "is_compared": is_compared}
     frame.attrs["is_examined"] = findings is not None
+    firsts: dict[str, str] = {}
+    for finding in findings or ():
+        firsts.setdefault(finding.rule, finding.tensor)
+    frame.attrs["marked"] = [*firsts.values(), *(finding.tensor for finding in findings or ())]
     return frame
 
 
@@ -485,8 +510,14 @@ def _change_rows(changes: StepChanges) -> dict[tuple[str, str], Any]:
     return dict(sorted(rows.items(), key=lambda item: order.index(item[0][0])))
 
 
-def _spread(items: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` items at even distances, the first and the last among them."""
+def _spread(items: Sequence[int], most: int, marked: Sequence[int] = ()) -> list[int]:
+    """Return at most `most` items at even distances, the first, the last and marked ones first."""
     if len(items) <= most:
         return list(items)
-    return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
+    ends = {items[0], items[-1]}
+    required = {*ends, *[item for item in marked if item not in ends][: most - 2]}
+    choices = (
+        required | {items[round(n * (len(items) - 1) / (count - 1))] for n in range(count)}
+        for count in range(most, 1, -1)
+    )
+    return sorted(next(choice for choice in choices if len(choice) <= most))
