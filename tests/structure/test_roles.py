@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import xckpt
 from tests.stats.architectures import ARCHITECTURES, Tensors
 from xckpt.structure import Described, Role, Structure
 
@@ -253,6 +255,47 @@ def test_roles_of_framework(framework: str) -> None:
     cases = GOLDEN[framework]
     roles = Structure([Described(*case[:3]) for case in cases]).roles
     assert {n: r.value for n, r in roles.items()} == {name: role for name, *_, role in cases}
+
+
+MODEL: dict[str, tuple[str, tuple[int, ...]]] = {
+    "conv.weight": ("float32", (8, 3, 3, 3)),
+    "bn.weight": ("float32", (8,)),
+    "bn.running_mean": ("float32", (8,)),
+    "bn.num_batches_tracked": ("int64", ()),
+    "position_ids": ("int64", (1, 8)),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "average", "more"),
+    [
+        ("state_dict.", "state_dict_ema.", []),
+        ("model.", "ema.module.", ["ema.num_updates"]),
+        ("state_dict.model.", "state_dict.ema_model.", []),
+        ("", "model_ema.", ["model_ema.decay"]),
+        ("params/", "ema_params/", []),
+    ],
+)
+def test_buffers_of_an_averaged_copy_are_none_of_the_model(
+    model: str, average: str, more: list[str]
+) -> None:
+    separator = average[-1]
+    spelled = {name.replace(".", separator): kind for name, kind in MODEL.items()}
+    of_model = {model + name: kind for name, kind in spelled.items()}
+    copies = {average + name: kind for name, kind in spelled.items()}
+    copies |= dict.fromkeys(more, ("float32", ()))
+    tensors = {n: np.ones(shape, dtype) for n, (dtype, shape) in (of_model | copies).items()}
+    assert _structure(tensors).averaged == set(copies)
+    ds = xckpt.open(tensors)
+    assert set(ds.ckpt.find(only="weights")) == set(of_model)
+    assert set(xckpt.open(tensors, only="weights")) == set(of_model)
+    alone = {name: tensors[name] for name in copies}
+    assert set(xckpt.open(alone, only="weights")) == set(copies)
+
+
+def test_buffers_beside_words_of_averages_are_those_of_the_model() -> None:
+    names = ["fc.weight", "codebook.ema.cluster_size", "codebook.ema.running_mean"]
+    assert not Structure([Described(name, F, V) for name in names]).averaged
 
 
 def test_documentation_lists_every_role() -> None:

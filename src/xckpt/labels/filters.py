@@ -90,8 +90,11 @@ def reusable(name_filter: TensorFilter | None) -> Any:
 
 def _of_no_model(structures: Iterable[Structure]) -> frozenset[str]:
     """Return the names of averages, and of tensors that an optimizer or a training loop keeps."""
-    omitted = OF_TRAINING | {Role.AVERAGE}
-    return frozenset(n for s in structures for n, role in s.roles.items() if role in omitted)
+    omitted: set[str] = set()
+    for structure in structures:
+        omitted |= structure.averaged
+        omitted |= {name for name, role in structure.roles.items() if role in OF_TRAINING}
+    return frozenset(omitted)
 
 
 def select(names: Iterable[str], name_filter: TensorFilter | None) -> list[str]:

@@ -143,6 +143,16 @@ def _role_of(name: str, dtype: str, axes: int, *, is_square: bool) -> Role:
     return role
 
 
+def averaged_copy(name: str) -> str:
+    """Return the name of the averaged copy of a model that a tensor is in; empty outside of one."""
+    end = 0
+    for word in split_name(name, _MAX_DEPTH)[:_MAX_DEPTH]:
+        end += len(word) + 1
+        if _AVERAGES.fullmatch(word):
+            return name[:end]
+    return ""
+
+
 def _role_of_part(part: str) -> Role | None:
     """Return the role of a part of a tensor, or of a parameter's state in an optimizer."""
     if _MOMENT.fullmatch(part) or _MOMENT_PART.fullmatch(part):

@@ -161,6 +161,20 @@ class Roles:
         return roles
 
     @cached_property
+    def averaged(self) -> frozenset[str]:
+        """Names of averages, and of the buffers of the copies of a model that they are in."""
+        averages = {name for name, role in self.roles.items() if role is Role.AVERAGE}
+        copies = set(map(conventions.averaged_copy, averages)) - {""}
+        if not copies:
+            return frozenset(averages)
+        buffers = {
+            name
+            for name, role in self.roles.items()
+            if role is not Role.WEIGHT and conventions.averaged_copy(name) in copies
+        }
+        return frozenset(averages | buffers)
+
+    @cached_property
     def _corrected(self) -> frozenset[str]:
         """Names of tensors that the user states something about."""
         tensors = self._tensors.items()
