@@ -371,8 +371,9 @@ def _write_convolutions(folder: Path, rng: np.random.Generator) -> None:
         (folder / pipeline / "scheduler/scheduler_config.json").write_text("{}")
         (folder / pipeline / "model_index.json").write_text("{}")
     for encoder in ("st-1", "st-2"):
-        for part in ("", "2_Dense"):
-            (folder / encoder / part).mkdir(parents=True, exist_ok=True)
+        for module in ("", "2_Dense"):
+            place = folder / encoder / module
+            place.mkdir(parents=True, exist_ok=True)
             weight = rng.normal(size=(8, 8)).astype("f4")
-            xckpt.save({"linear.weight": weight}, folder / encoder / part / "model.safetensors")
-            (folder / encoder / part / "config.json").write_text("{}")
+            xckpt.save({"linear.weight": weight}, place / "model.safetensors")
+            (place / "config.json").write_text("{}")
