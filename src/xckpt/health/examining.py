@@ -417,14 +417,14 @@ def run_blocks(
     # Three digits, but whole numbers in full.
     fields = [Field(str(summary.columns.name), "tree")]
     fields += [Field(title, "number", digits=3) for title in titles]
-    wanted = [titles[0], titles[-1], *(titles[steps.index(n)] for n in marked if n in steps)]
+    columns = [titles[0], titles[-1], *(titles[steps.index(n)] for n in marked if n in steps)]
     notes = list(summary.attrs["notes"])
     if not summary.attrs["is_compared"]:
         aim = "changes" if summary.attrs["is_examined"] else "changes and findings"
         notes.append(f"layers are not compared yet: {call} reads each step once, for {aim}")
     return [
         Heading(summary.attrs["run"], "Run", summary.attrs["facts"]),
-        Table(fields, rows, rest, wanted=wanted),
+        Table(fields, rows, rest, wanted=columns),
         *map(_note, notes),
     ]
 
