@@ -283,6 +283,23 @@ def test_results_in_memory_keep_the_total_size_of_their_index(tmp_path: Path) ->
     assert index.attrs["total_size"] == 1840
 
 
+@pytest.mark.parametrize("how", ["convert", "save", "compute"])
+def test_shards_of_other_formats_lose_no_total_size(how: str, tmp_path: Path) -> None:
+    weight_map = {name: f"model-{name}.npz" for name in "ab"}
+    (tmp_path / "in").mkdir()
+    for name, file in weight_map.items():
+        xckpt.save({name: np.ones((8, 8), "f4")}, tmp_path / "in" / file)
+    index = {"metadata": {"total_size": 512}, "weight_map": weight_map}
+    (tmp_path / "in/model.safetensors.index.json").write_text(json.dumps(index))
+    options: Any = {"dtype": "float16", "cast": "allow", "max_shard_size": 200}
+    if how == "convert":
+        xckpt.convert(tmp_path / "in", f"{tmp_path}/out/", **options)
+    else:
+        ds = xckpt.open(tmp_path / "in")
+        (ds if how == "save" else (ds * 2).compute()).ckpt.save(f"{tmp_path}/out/", **options)
+    assert xckpt.open(tmp_path / "out").attrs["total_size"] == 256
+
+
 def test_a_file_without_an_index_has_no_note_of_its_size(tmp_path: Path) -> None:
     xckpt.save(dataset(), tmp_path / "model.safetensors", max_shard_size=900)
     xckpt.open(tmp_path)[["a", "b"]].ckpt.save(f"{tmp_path}/out/")

@@ -46,6 +46,7 @@ from xckpt.structure.facts import model_facts
 from xckpt.structure.info import PARAMETERS, Described, Role
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of, is_in_memory
 from xckpt.writing.payloads import Gathered, Payload, Unchanged
+from xckpt.writing.rehearsal import stated_before
 from xckpt.writing.sparse_parts import sparse_parts
 
 if TYPE_CHECKING:
@@ -219,11 +220,12 @@ def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
 
 
 def opened_as(obj: Any, format: str) -> Index | None:
-    """Return the index of the first file that an object is made of; None for other formats."""
+    """Return the first file that an object is made of, as `stated_before` does."""
     root = obj.root if isinstance(obj, xr.DataTree) else obj
     if not isinstance(root, xr.Dataset | xr.DataArray | xr.DataTree):
         return None
-    sources = [root.encoding["source"]] if root.encoding.get("format") == format else []
+    engine = root.encoding.get("format")
+    sources = [root.encoding["source"]] if engine in formats.names() else []
     if "format" not in root.encoding:
         sources = OpenTensors(obj).origins(1)
     if not sources:
@@ -231,11 +233,11 @@ def opened_as(obj: Any, format: str) -> Index | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
-            source, index = open_index(sources[0], format)
+            source, index = open_index(sources[0], engine)
     except (LookupError, OSError, ValueError, CheckpointError):  # deleted, or needs options
         return None
     source.close()
-    return index
+    return stated_before(index, format)
 
 
 def listed(

@@ -29,6 +29,8 @@ _REPLACED = {
     FILE_ATTRS: "attributes of the file that it states otherwise",
     TENSOR_ATTRS: "attributes of tensors that the file states otherwise",
 }
+# Attribute of an index of shards: the number of bytes of all tensors.
+_SIZE_OF_INDEX = "total_size"
 
 
 def changed_attributes(
@@ -70,8 +72,7 @@ def changed_attributes(
         attrs = attrs_of(tensor)
         if key not in attrs or not _is_same(value, attrs[key]):
             lost.append((change, key, value, key in attrs))
-    # An attribute with the value that an old file of the same format stated is not lost, because
-    # the format derives it.
+    # An attribute with the value that an old file stated is not lost if the format derives it.
     old = before() if lost else None
     derived: dict[str, set[tuple[str, str]]] = {FILE_ATTRS: set(), TENSOR_ATTRS: set()}
     if old is not None:
@@ -86,6 +87,19 @@ def changed_attributes(
             yield change, key
         elif (key, repr(value)) not in derived[change]:
             yield (_REPLACED[change] if is_replaced else change), key
+
+
+def stated_before(index: Index, format: str) -> Index | None:
+    """Return an old file whose attributes a format derives anew; None if it derives none.
+
+    Of another format, that is the size in an index of shards, which is the same for all formats.
+    """
+    if index.format == format:
+        return index
+    if index.checkpoint is None or index.checkpoint.by != "index":
+        return None
+    sizes = {key: value for key, value in index.attrs.items() if key == _SIZE_OF_INDEX}
+    return replace(index, tensors={}, attrs=sizes)
 
 
 def _attrs_in(

@@ -38,6 +38,7 @@ from xckpt.writing.fitting import Fitting, Requests
 from xckpt.writing.job import plan_job
 from xckpt.writing.origins import without_lost_training
 from xckpt.writing.payloads import Gathered, Payload, lazy_dask_array, source_files, stored_payload
+from xckpt.writing.rehearsal import stated_before
 from xckpt.writing.targets import Target, new_target, writer_of
 
 if TYPE_CHECKING:
@@ -299,7 +300,7 @@ def convert(
                 target,
                 format_options,
                 sources=files_of(source),
-                before=lambda: index if index.format == fitting.writer.name else None,
+                before=partial(stated_before, index, fitting.writer.name),
             )
         nbytes = job.run(progress)
     return Conversion(
