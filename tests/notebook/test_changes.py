@@ -143,6 +143,60 @@ def test_the_command_line_summarises_many_differences(
     assert lines[5].split()[:2] == ["tensor", "status"]
 
 
+HINT = "may have other names in b (equal shapes): names='auto' matches them, explain=True also"
+
+
+def renamed(tensors: dict[str, np.ndarray], old: str, new: str) -> dict[str, np.ndarray]:
+    return {name.replace(old, new): values for name, values in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "count"),
+    [("self_attn", "attention", 24), ("model.layers", "h", 42), ("o_proj.weight", "out", 6)],
+)
+def test_tensors_of_equal_shapes_under_other_names_have_a_hint(
+    old: str, new: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = llama(6)
+    b = renamed(a, old, new)
+    paths = [str(tmp_path / f"{side}.safetensors") for side in "ab"]
+    for path, tensors in zip(paths, (a, b), strict=True):
+        xckpt.save(tensors, path)
+    result = xckpt.compare(a, b)
+    hint = f"{count} tensors {HINT} says why"
+    assert repr(result.ckpt).splitlines()[-2].strip() == hint
+    assert escape(hint) in result.ckpt._repr_html_()
+    for name in ("r.html", "r.md"):
+        xckpt.report(paths[0], tmp_path / name, paths[1], explain=False)
+        page = (tmp_path / name).read_text("utf-8").replace("\\", "")
+        assert f"{count} tensors may have other names in b" in page
+    assert main(["compare", *paths]) == 1
+    text = capsys.readouterr().err
+    assert f"{count} tensors may have other names in b (equal shapes): --names auto" in text
+    assert "--explain also says why" in text
+    for options in ({"names": "auto"}, {"explain": True}, {"names": {}}):
+        arguments: Any = options
+        assert "may have" not in repr(xckpt.compare(a, b, **arguments).ckpt)
+
+
+def test_few_tensors_of_equal_shapes_have_a_hint_in_small_models() -> None:
+    a = {"fc.weight": np.ones((3, 3)), "ln.gamma": np.ones(3), "ln.beta": np.zeros(3)}
+    b = {"fc.weight": np.ones((3, 3)), "ln.weight": np.ones(3), "ln.bias": np.zeros(3)}
+    assert f"2 tensors {HINT} says why" in repr(xckpt.compare(a, b).ckpt)
+    del a["ln.beta"], b["ln.bias"]
+    assert "1 tensor may have another name in b" in repr(xckpt.compare(a, b).ckpt)
+
+
+def test_new_heads_have_no_hint() -> None:
+    base = llama(6)
+    old = base | {f"lm_head.{name}": np.ones(4, F32) for name in ("dense", "bias", "norm")}
+    new = base | {f"classifier.{name}": np.ones(4, F32) for name in ("dense", "bias", "out")}
+    assert "may have" not in repr(xckpt.compare(old, new).ckpt)
+    new = renamed(base, "q_proj", "q") | {f"extra.{n}": np.ones(n, F32) for n in range(7, 20)}
+    old = base | {f"more.{n}": np.ones((1, n), F32) for n in range(7, 20)}
+    assert "may have" not in repr(xckpt.compare(old, new).ckpt)
+
+
 def test_equal_models_take_one_line(pair: tuple[str, str]) -> None:
     lines = repr(xckpt.compare(pair[0], pair[0]).ckpt).splitlines()
     assert lines[1:] == ["  all 44 tensors are equal", "  every tensor: .ckpt.table()"]

@@ -139,6 +139,8 @@ def comparison_blocks(
         fields = [Field("tensors", "name"), Field("difference"), Field("number", "word")]
         rows = [(line.subject, line.predicate, line.number.strip(" ()")) for line in lines]
         blocks.append(_table(fields, rows))
+    if hint := comparison.attrs.get("hint"):
+        blocks.append(Sentence("hint", str(hint)))
     if attributes := comparison.attrs.get("attributes", ()):
         omitted = more(len(attributes) - _MOST_CHANGES, "attribute")
         items = [[change] for change in attributes[:_MOST_CHANGES]]

@@ -168,6 +168,7 @@ def complain(message: str) -> None:
     message = _OPEN_IN_PYTHON.sub(r"'xckpt \1'", _IN_PYTHON.sub(_as_option, message))
     message = _STORAGE_OPTIONS.sub(_as_storage_options, message)
     message = message.replace("skip_unreadable=True", "--skip-unreadable")
+    message = message.replace("explain=True", "--explain")
     message = message.replace("dtype=, ds.drop_encoding() writes", "--dtype, xckpt writes")
     message = message.replace("pass step=[...]", "rename it, as checkpoint-500")
     message = _STEPS_IN_PYTHON.sub(r"'xckpt steps \1'", message)

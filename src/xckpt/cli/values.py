@@ -455,6 +455,8 @@ def _print_numbers(result: xr.Dataset, frame: pd.DataFrame, unit: str) -> None:
     complain(f"{number}: {', '.join(facts)}")
     if sentence := attribute_sentence(result, "--json lists all"):
         complain(sentence)
+    if hint := result.attrs.get("hint"):
+        complain(hint)
 
 
 # --- report --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from math import nan, prod
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -34,6 +35,7 @@ from xckpt.comparison.variables import (
     unread,
 )
 from xckpt.errors import locating, shown, warn
+from xckpt.formatting import counted
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_filters
 from xckpt.options import RENAMING, ScanOptions, renamed, takes
@@ -53,7 +55,7 @@ from xckpt.statistics.tables import STATUSES
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from xckpt.comparison.cells import Reduced
     from xckpt.datasets.tensors import OpenTensors
@@ -62,6 +64,9 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable
     from xckpt.typing import Array, Dataset
+
+# Fewer tensors with other names than this, or than this share of the pairs, may be another head.
+_FEW_RENAMED, _RENAMED_SHARE = 5, 0.05
 
 
 @renamed("other", "b")
@@ -134,7 +139,8 @@ def compare(
         Each variable of `a`, with the dimension ``statistic`` first and then the dimensions along
         which tensors are stacked; then a variable for each tensor that only `b` has. `xckpt.table`
         lays the result out with one row for each tensor, most changed first. If attributes differ,
-        ``attrs["attributes"]`` has a sentence for each.
+        ``attrs["attributes"]`` has a sentence for each. ``attrs["hint"]`` is advice if tensors may
+        have other names in `b`.
 
         ==================  ====================================================================
         ``status``          0 same, 1 changed, 2 only_a, 3 only_b, 4 shape (the shapes differ),
@@ -264,6 +270,7 @@ def compare(
         *sides, names, tensors, progress=options["progress"], ties=ties, places=places
     )
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
+    hint = "" if explain or names is not None else _hint_of_names(rows)
     rows = relate_known(rows, places, cache=cache)
     variables = [ComparedVariable(*of_one) for of_one in zip(entries, rows, strict=True)]
     sums: dict[str, tuple[float, ...]] = {}
@@ -300,7 +307,7 @@ def compare(
         [variable.attrs for variable in variables],
         ours,
     )
-    result.attrs |= {"status": list(STATUSES), **summary}
+    result.attrs |= {"status": list(STATUSES), **({"hint": hint} if hint else {}), **summary}
     if not ignore_attrs:
         matches = [variable.matches for variable in variables]
         state_attributes(result, attribute_changes(ours, theirs, matches))
@@ -378,6 +385,30 @@ def _warn_of_no_match(
             "or names= to list the pairs"
         )
     warn(text)
+
+
+def _hint_of_names(rows: Iterable[Sequence[Match]]) -> str:
+    """Return the advice for tensors that both sides seem to have under different names."""
+    matches = [match for row in rows for match in row]
+    ours, theirs = (
+        Counter([stream.array.shape for stream in side])
+        for side in (
+            [match.ours for match in matches if match.status == "only_a" and match.ours],
+            [match.theirs for match in matches if match.status == "only_b" and match.theirs],
+        )
+    )
+    count = (ours & theirs).total()
+    matched = sum([match.ours is not None and match.theirs is not None for match in matches])
+    # A new head also has shapes of the old one.
+    least = max(min(matched, _FEW_RENAMED), matched * _RENAMED_SHARE)
+    if 2 * count <= min(ours.total(), theirs.total()) or count < least:
+        return ""
+    names = "another name" if count == 1 else "other names"
+    names = "another name" if count == 1 else "other names"
+    return (
+        f"{counted(count, 'tensor')} may have {names} in b (equal shapes): names='auto' matches "
+        "them, explain=True also says why"
+    )
 
 
 def _compare_all(

@@ -422,12 +422,13 @@ def result_blocks(result: xr.Dataset) -> list[Block] | None:
         blocks.append(Sentence("lead", conclusion))
     if attributes := attribute_sentence(result):
         blocks.append(Sentence("", attributes))
+    hints = [Sentence("hint", hint)] if (hint := result.attrs.get("hint")) else []
     if "status" in frame and len(frame) > FEW_TENSORS and not has_channels(result):
-        lines = comparison_lines(frame, MOST_LINES - 3 * len(blocks[1:]))
+        lines = comparison_lines(frame, MOST_LINES - 3 * len(blocks[1:] + hints))
         blocks += [Sentence("exception" if n.is_exception else "", str(n)) for n in lines]
-        return [*blocks, Sentence("hint", f"every tensor: {_TABLE}")]
+        return [*blocks, *hints, Sentence("hint", f"every tensor: {_TABLE}")]
     columns = [name for name in MAIN_COLUMNS if name in frame] or list(frame)
-    return [*blocks, frame_table(frame, columns[:_MOST_COLUMNS], _MOST_ROWS, where=_TABLE)]
+    return [*blocks, frame_table(frame, columns[:_MOST_COLUMNS], _MOST_ROWS, where=_TABLE), *hints]
 
 
 def _groups(groups: xr.Dataset) -> list[Block]:
