@@ -113,6 +113,46 @@ def test_a_new_network_has_equal_biases() -> None:
     assert set(table.outcome) == {"explained"}, table.explanation.to_dict()
 
 
+def identities(tensors: Tensors, variance: float = 1) -> Tensors:
+    """Return a network whose batch norms change nothing, or only by the epsilon."""
+    values = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": variance}
+    return {
+        name: np.full(16, values[name.rpartition(".")[2]], F32)
+        if ".bn." in name and array.ndim
+        else array
+        for name, array in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_renamed_norms_that_change_nothing_are_not_folded(
+    dtype: str, has_bias: bool, is_turned: bool
+) -> None:
+    ours = identities(network(has_bias=has_bias))
+    theirs = {
+        name.replace("blocks", "body.blocks"): values.astype(dtype) if values.ndim else values
+        for name, values in ours.items()
+    }
+    sides = (theirs, ours) if is_turned else (ours, theirs)
+    for names in (None, "auto"):
+        result = xckpt.compare(*sides, names=names, explain=True, cache=False, progress=False)
+        table = xckpt.table(result)
+        assert not [name for name in table.index if "folded" in table.cause[name]]
+        causes = {"equal", "renamed", "rounded", "renamed+rounded"}
+        assert {*table.cause[table.index.str.contains("weight|running")]} <= causes
+
+
+def test_norms_that_change_nothing_are_folded_if_the_other_side_lacks_them() -> None:
+    ours = identities(network(), variance=1 - 1e-5)
+    theirs = folded(ours)
+    table = xckpt.table(xckpt.compare(ours, theirs, explain=True, cache=False, progress=False))
+    np.testing.assert_array_equal(ours["blocks.1.conv.weight"], theirs["onnx::Conv_92"])
+    assert set(table.outcome) == {"explained"}, table.explanation.to_dict()
+    assert table.cause["blocks.1.bn.running_var"] == "folded"
+
+
 @pytest.mark.parametrize("place", [None, (3, 5, 1, 1)])
 @pytest.mark.parametrize("is_turned", [False, True])
 def test_outputs_of_transposed_convolutions_come_second(

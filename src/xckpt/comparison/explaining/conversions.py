@@ -459,6 +459,7 @@ def _fold(
     if not shapes or not vectors:
         return None
     expected = sums(weight, axis) * norm.scale(_EPSILONS[0])
+    is_renamed = any(_are_near(norm.variance, norm.variance, _values(t), t) for t in vectors)
     likely = {}
     for target in shapes:
         distance = _distance(expected, sums(target, axis))
@@ -467,6 +468,10 @@ def _fold(
     old_bias = 0.0 * norm.mean if bias is None else _values(bias)
     folds = []
     for _, target in sorted(likely.values(), key=lambda entry: entry[0])[:_MOST_TARGETS]:
+        # A norm that changes nothing is not folded if the other side has it, too.
+        ones = np.ones(channels)
+        if is_renamed and all(_are_near(*rows) for rows in _blocks(weight, target, ones, axis)):
+            continue
         for epsilon in _EPSILONS:
             scale = norm.scale(epsilon)
             if not all(_are_near(*rows) for rows in _blocks(weight, target, scale, axis)):
