@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from html import escape
+from itertools import product
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
 
 import xckpt
 from xckpt.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import pandas as pd
 
 F32 = np.dtype("f4")
 MOST_LINES = 20
@@ -141,6 +151,166 @@ def test_the_command_line_summarises_many_differences(
     assert lines[:3] == SENTENCES
     assert lines[3].startswith("mlp of layers 0 to 5 changed by 8")
     assert lines[5].split()[:2] == ["tensor", "status"]
+
+
+# --- sentences and the table ---------------------------------------------------------------------
+
+Values = np.ndarray[Any, Any]
+
+#: Changes of a tensor by name: functions of its values, whose results are the values of both sides.
+CHANGES: dict[str, Callable[[Values], tuple[Values | None, Values | None]]] = {
+    "equal": lambda x: (x, x),
+    "zero": lambda x: (0 * x, 0 * x),
+    "tiny": lambda x: (x, x * np.float32(1 + 2e-6)),
+    "small": lambda x: (x, x * np.float32(1.01)),
+    "large": lambda x: (x, x * np.float32(3)),
+    "varied": lambda x: (x, x + np.float32(0.3) * x[::-1] ** 2),
+    "from zeros": lambda x: (0 * x, x),
+    "to zeros": lambda x: (x, 0 * x),
+    "to NaN": lambda x: (x, x * np.float32(np.nan)),
+    "zeros to infinity": lambda x: (0 * x, np.full_like(x, np.inf)),
+    "both NaN": lambda x: (x * np.float32(np.nan), x * np.float32(np.nan)),
+    "partly infinite": lambda x: (
+        x,
+        np.where(x == x.flat[0], np.float32(np.inf), x * np.float32(2)),
+    ),
+    "permuted": lambda x: (x, x[::-1].copy()),
+    "shape": lambda x: (x, np.concatenate([x, x])),
+    "half": lambda x: (x, x.astype("f2")),
+    "only in a": lambda x: (x, None),
+    "only in b": lambda x: (None, x),
+}
+NAMES = ("attn.q.weight", "attn.q.bias", "attn.k.weight", "attn.k.bias", "mlp.up.weight",
+         "mlp.up.bias", "mlp.experts.0.w", "mlp.experts.1.w", "norm.weight", "norm.bias")  # fmt: skip
+
+
+@st.composite
+def changes_of_models(draw: st.DrawFn) -> dict[str, str]:
+    """Draw the changes of a model of several layers: one for each place, with exceptions."""
+    change = st.sampled_from(sorted(CHANGES))
+    stacks = draw(st.sampled_from([["layers"], ["model.layers"], ["encoder.h", "decoder.h"]]))
+    places = draw(st.lists(st.sampled_from(NAMES), min_size=3, unique=True))
+    layers = range(draw(st.integers(2, 12)))
+    usual = {place: draw(change) for place in places}
+    changes = {
+        f"{stack}.{n}.{place}": usual[place] for stack, n, place in product(stacks, layers, places)
+    } | {f"{name}.weight": draw(change) for name in ("embed", "head")}
+    exceptions = st.dictionaries(st.sampled_from(sorted(changes)), change, max_size=6)
+    return changes | draw(exceptions)
+
+
+def models(changes: dict[str, str]) -> tuple[dict[str, Values], dict[str, Values]]:
+    """Return two models that differ by changes."""
+    rng = np.random.default_rng(0)
+    a: dict[str, Values] = {}
+    b: dict[str, Values] = {}
+    for name, kind in changes.items():
+        shape = (4, 4) if name.endswith(("weight", "w")) and "norm" not in name else (4,)
+        old, new = CHANGES[kind](rng.standard_normal(shape).astype(F32))
+        a |= {} if old is None else {name: old}
+        b |= {} if new is None else {name: new}
+    return a, b
+
+
+LINE = re.compile(
+    r"(?P<subject>.+?) (?P<predicate>(?:is|are|has|have|differs?|cannot|changed)\b.*?)"
+    r"(?: \((?P<number>[\d,]+)(?: of [\d,]+)? tensors?(?P<some> in .*)?\))?"
+)
+NUMBERED = re.compile(r"(?:(?P<inner>.+) of )?(?P<path>\S+) (?P<numbers>\d+(?:(?: to |, )\d+)*)")
+
+
+def expanded(text: str) -> Iterator[str]:
+    """Yield the texts that braces and ranges stand for."""
+    head, brace, tail = text.partition("{")
+    members, _, tail = tail.partition("}")
+    if not brace:
+        yield text
+        return
+    for member in members.split(","):
+        first, dots, last = member.partition("..")
+        numbers = map(str, range(int(first), int(last) + 1)) if dots else [member]
+        for number, rest in product(numbers, list(expanded(tail))):
+            yield head + number + rest
+
+
+def covered(subject: str, names: list[str]) -> list[str]:
+    """Return the tensors that the subject of a sentence names."""
+    texts = [subject]
+    if match := NUMBERED.fullmatch(subject):
+        listed = match["numbers"].replace(" to ", "..").replace(", ", ",")
+        texts = [f"{match['path']}.{{{listed}}}" + (f".{match['inner']}" if match["inner"] else "")]
+    patterns = "|".join(re.escape(name) for text in texts for name in expanded(text))
+    is_named = re.compile(rf"(?:.+\.)?(?:{patterns})(?:\..+)?").fullmatch
+    return [name for name in names if is_named(name)]
+
+
+def agrees(row: pd.Series[Any], predicate: str) -> bool:
+    """Return whether a sentence is true of a row of the table."""
+    is_spoilt = row["nan"] + row["inf"] > 0
+    if predicate.startswith(("is only in ", "are only in ")):
+        return bool(row["status"] == f"only_{predicate[-1]}")
+    if "another shape" in predicate:
+        return bool(row["status"] == "shape")
+    if "NaN" in predicate:
+        return bool(is_spoilt)
+    if not predicate.startswith("changed"):
+        cause = predicate.split(" ")[1]
+        return row.get("cause", "equal" if row["status"] == "same" else row["status"]) == cause
+    if " (" in predicate and predicate[predicate.index(" (") + 2 : -1] != row["cause"]:
+        return False
+    size = row["rel_l2"]
+    if row["status"] != "changed" or is_spoilt or "from zeros" in predicate:
+        return bool(row["status"] == "changed" and not is_spoilt and size == inf)
+    numbers = [
+        float(text.replace(",", "")) / 100
+        for text in re.findall(r"[\d.,]+(?:e[-+]\d+)?", predicate.partition(" (")[0])
+    ]
+    return min(numbers) * 0.949 <= size <= max(numbers) * 1.051
+
+
+@pytest.mark.parametrize("explain", [False, True])
+@given(changes=changes_of_models())
+def test_sentences_agree_with_the_table(changes: dict[str, str], explain: bool) -> None:
+    result = xckpt.compare(*models(changes), explain=explain, cache=False, progress=False)
+    table = result.ckpt.table()
+    if explain:
+        partners = {name for names in table["other_names"] for name in names.split(", ")}
+        table = table[~((table["status"] == "only_b") & table.index.isin(partners))]
+    text = repr(result.ckpt)
+    lines = [line.strip() for line in text.splitlines() if line.startswith("  ")]
+    sentences = [line for line in lines if "may have other names" not in line][:-1]
+    if len(table) <= 12:
+        return
+    unnamed, total, remaining = set(table.index), 0, []
+    for sentence in sentences:
+        match = LINE.fullmatch(sentence)
+        assert match, sentence
+        number = int((match["number"] or "1").replace(",", ""))
+        subject = match["subject"]
+        if all_of_them := re.fullmatch(r"all (\d+) tensors", subject):
+            number = int(all_of_them[1])
+            names = list(table.index)
+        elif subject in {"everything else", "others", "… and others", "all others"}:
+            remaining.append((match["subject"], match["predicate"], number))
+            total += number
+            continue
+        else:
+            names = covered(subject, list(table.index))
+        true = {name for name in names if agrees(table.loc[name], match["predicate"])}
+        is_partial = " of " in sentence[len(subject) :].rpartition("(")[2]
+        assert len(true) >= number if is_partial else len(true) == len(names) == number, (
+            sentence,
+            text,
+        )
+        unnamed -= true
+        total += number
+    assert total == len(table), text
+    for subject, predicate, number in remaining:
+        if subject != "all others":
+            true = {name for name in unnamed if agrees(table.loc[name], predicate)}
+            assert len(true) >= number, (predicate, text)
+    if [subject for subject, *_ in remaining] == ["everything else"]:
+        assert len(unnamed) == remaining[0][2], text
 
 
 HINT = "may have other names in b (equal shapes): names='auto' matches them, explain=True also"

@@ -528,6 +528,8 @@ def comparison_lines(frame: pd.DataFrame, most: int = MOST_LINES) -> list[Change
                 text = "" if cause == "unknown" else cause
                 if status == "close":
                     kind, text = "explained", "close"
+                if status == "shape" and not size > 0:
+                    kind = "shape"
             compared.append(TensorChange(name, kind, size, text))
         return change_lines(compared, most)
 
