@@ -469,8 +469,8 @@ def _fold(
     folds = []
     for _, target in sorted(likely.values(), key=lambda entry: entry[0])[:_MOST_TARGETS]:
         # A norm that changes nothing is not folded if the other side has it, too.
-        ones = np.ones(channels)
-        if is_renamed and all(_are_near(*rows) for rows in _blocks(weight, target, ones, axis)):
+        unscaled = _blocks(weight, target, np.ones(channels), axis)
+        if is_renamed and all(_are_near(*rows) for rows in unscaled):
             continue
         for epsilon in _EPSILONS:
             scale = norm.scale(epsilon)
