@@ -375,6 +375,29 @@ class TestMerges:
         assert (row["cause"], row["outcome"], row["verified"]) == ("unknown", "changed", 0)
         assert row["explanation"].endswith("1 * B @ A fits best")
 
+    @pytest.mark.parametrize("dtype", TYPES)
+    @pytest.mark.parametrize("factor", [0.8, -1, 0.5])
+    def test_one_factor_that_explains_all_changes_is_stated(
+        self, dtype: Any, factor: float, tmp_path: Path
+    ) -> None:
+        merge = Merge(tmp_path, dtype).lora(Q, scale=1.5 * factor).lora(K, scale=1.5 * factor)
+        text = merge.compare().attrs["explanation"]
+        assert f"; 2 fit {factor:g} times the scale that the adapter states" in text
+        assert f"base.ckpt.merge(adapter, scale={factor:g})" in text
+        base = xckpt.open(tmp_path / "base.safetensors")
+        again = base.ckpt.merge(tmp_path / "adapter", scale=factor)
+        table = xckpt.compare(again, tmp_path / "merged.safetensors").ckpt.table()
+        assert table["rel_l2"].max() < 0.01  # some libraries round the update first
+
+    @pytest.mark.parametrize("damaged", [False, True])
+    def test_factors_that_do_not_explain_all_changes_are_not_stated(
+        self, damaged: bool, tmp_path: Path
+    ) -> None:
+        merge = Merge(tmp_path).lora(Q, scale=1.2).lora(K, scale=1.2 if damaged else 0.9)
+        if damaged:
+            merge.merged[K][7, 3] += 0.02
+        assert "times the scale" not in merge.compare().attrs["explanation"]
+
     def test_a_tensor_that_was_not_merged_is_a_change(self, tmp_path: Path) -> None:
         merge = Merge(tmp_path).lora(Q).lora(K)
         merge.merged[K] = merge.base[K]

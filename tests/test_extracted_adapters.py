@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -183,21 +184,40 @@ class TestExtracting:
         with pytest.warns(CheckpointWarning, match=r"lacks the changes of .*new\.weight.*norm"):
             xckpt.extract_adapter(base, tuned, tmp_path / "a", 4)
 
-    def test_types_of_models_whose_modules_have_other_names_are_named(self, tmp_path: Path) -> None:
-        name = "vit.encoder.layer.{}.attention.attention.query.weight"
-        base = {name.format(n): np.eye(8, dtype="f4") for n in range(2)}
+    @pytest.mark.parametrize(
+        ("config", "name", "is_elsewhere"),
+        [
+            ({"model_type": "vit"}, "vit.encoder.layer.0.attention.attention.query", True),
+            ({"model_type": "vit"}, "vit.layers.0.attention.q_proj", False),
+            ({"model_type": "llama"}, "vit.encoder.layer.0.attention.attention.query", False),
+            ("SiglipModel", "vision_model.encoder.layers.0.self_attn.q_proj", False),
+            ("SiglipVisionModel", "vision_model.encoder.layers.0.self_attn.q_proj", True),
+            ("SiglipVisionModel", "encoder.layers.0.self_attn.q_proj", False),
+            ("LlavaModel", "language_model.model.layers.0.self_attn.q_proj", True),
+            ("LlavaModel", "language_model.layers.0.self_attn.q_proj", False),
+            ("LlavaForConditionalGeneration", "language_model.model.layers.0.mlp.up_proj", True),
+            ("LlavaForConditionalGeneration", "model.language_model.layers.0.mlp.up_proj", False),
+        ],
+    )
+    def test_names_that_no_module_has_are_named(
+        self, config: Any, name: str, is_elsewhere: bool, tmp_path: Path
+    ) -> None:
+        base = {f"{name}.weight": np.eye(8, dtype="f4")}
         tuned = {key: value + np.outer(np.arange(8), np.ones(8)) for key, value in base.items()}
+        types = {"SiglipModel": "siglip", "SiglipVisionModel": "siglip_vision_model"}
+        if isinstance(config, str):
+            config = {"model_type": types.get(config, "llava"), "architectures": [config]}
         for folder, tensors in (("base", base), ("tuned", tuned)):
             (tmp_path / folder).mkdir()
             xckpt.save(tensors, tmp_path / folder / "model.safetensors")
-            (tmp_path / folder / "config.json").write_text('{"model_type": "vit"}')
-        paths = tmp_path / "base", tmp_path / "tuned"
-        with pytest.warns(CheckpointWarning, match=r"transformers 5 names modules.*state_dict\(\)"):
-            xckpt.extract_adapter(*paths, tmp_path / "a", 1)
-        xckpt.extract_adapter(base, tuned, tmp_path / "b", 1)
-        for folder in ("base", "tuned"):
-            (tmp_path / folder / "config.json").write_text('{"model_type": "llama"}')
-        xckpt.extract_adapter(*paths, tmp_path / "c", 1)
+            (tmp_path / folder / "config.json").write_text(json.dumps(config))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            xckpt.extract_adapter(tmp_path / "base", tmp_path / "tuned", tmp_path / "a", 1)
+            xckpt.extract_adapter(base, tuned, tmp_path / "b", 1)
+        texts = [str(warning.message) for warning in caught]
+        assert len(texts) == is_elsewhere
+        assert all("transformers 5 names modules" in t and f"{name}.weight" in t for t in texts)
 
     def test_updates_with_nan_are_left_out(self, tmp_path: Path) -> None:
         base = base_model()

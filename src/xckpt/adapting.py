@@ -28,7 +28,7 @@ from xckpt.statistics.singular import Factorized, best_factors, factors_of_produ
 from xckpt.statistics.spectra import Matrix, on_threads, select_matrices
 from xckpt.storage import write_file
 from xckpt.structure import PARAMETERS, Structure
-from xckpt.structure.families import has_other_modules
+from xckpt.structure.families import under_other_modules
 from xckpt.writing.saving import save
 from xckpt.writing.targets import Target, made_folder
 
@@ -47,7 +47,7 @@ _MODEL, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 _CAUSAL = "ForCausalLM"
 _OTHER_MODULES = (
-    "transformers 5 names modules of this type of model otherwise than its files do, as {}, and "
+    "transformers 5 names modules of this model otherwise than its files do, as {}, and "
     "PEFT leaves out factors whose module it does not find: pass state dicts instead of files, "
     "extract_adapter(base_model.state_dict(), tuned_model.state_dict(), ...)"
 )
@@ -101,7 +101,7 @@ def extract_adapter(
     CheckpointWarning
         If other tensors differ, such as norms and embeddings, which the adapter lacks, as it lacks
         updates with NaN or infinities; or if updates have less than `energy`. If transformers names
-        the modules of this type of model otherwise than the files do, which PEFT does not find.
+        modules of this model otherwise than its files do, so that PEFT does not find them.
 
     Examples
     --------
@@ -146,8 +146,9 @@ def extract_adapter(
         if not ranks:
             raise ValueError("no linear weight of the checkpoints differs by numbers")
         _warn_of_missing(base_opened, opened, names - matrices.keys())
-        if opened.format is not None and has_other_modules(structure.facts.types):
-            warn(_OTHER_MODULES.format(some([*ranks], "", 1)))
+        elsewhere = under_other_modules(structure.facts.config, sorted(ranks))
+        if elsewhere and opened.format is not None:
+            warn(_OTHER_MODULES.format(some(elsewhere, "", 1)))
         ranks = {name: ranks[name] for name in matrices if name in ranks}
         values = {key: array for name in ranks for key, array in factors[name].items()}
         write(values, _config(ranks, structure))

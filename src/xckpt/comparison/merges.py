@@ -43,7 +43,7 @@ from xckpt.structure.facts import model_facts
 from xckpt.threads import Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.pairs import Match
@@ -63,6 +63,8 @@ _MORE_ROUNDINGS = 4
 _FLOAT32_STEP = 2.0**-23
 # Another scale is suggested if it leaves at most this share of the norm of the difference.
 _FITTED = 0.05
+# A number with few digits replaces a fitted one within this share of it.
+_ROUNDED = 2e-3
 # Products of one element, by kind.
 _FACTORS = {"loha": 2, "lokr": 2}
 # Kinds that exclude each other for a tensor.
@@ -140,6 +142,14 @@ class Merges:
                     explanation = replace(explanation, causes=("only_b",))  # noqa: PLW2901
                 explanations[task.number] = explanation
                 bar.advance(task.ours.nbytes + task.theirs.nbytes)
+            fitted = [task for task in tasks if explanations[task.number].factor is not None]
+            factor = _common_factor(
+                [explanations[task.number].factor or 0.0 for task in fitted],
+                lambda factor: all(threads.map(lambda task: task.fits(factor), fitted)),
+            )
+        for task in fitted:
+            number = task.number
+            explanations[number] = replace(explanations[number], factor=factor)
         return explanations
 
     def _additions(self, cases: Sequence[Case]) -> Iterator[_Merge]:
@@ -307,6 +317,13 @@ class _Merge:
                 return self._verify_without_scale(changes)
             return self._verify(changes)
 
+    def fits(self, factor: float) -> bool:
+        """Return whether the merge of a multiple of the update explains the tensor."""
+        changes = [self._change(part) for part in self.parts]
+        scaled = [replace(change, scale=factor * change.scale) for change in changes]
+        with locating(tensor=self.ours.name), np.errstate(all="ignore"):
+            return self._verify(scaled).holds
+
     def _verify(self, changes: Sequence[_Change]) -> Explanation:
         factors = self._factors(changes) if self.adapter.kind == "dora" else None
         off, largest, products = 0, 0.0, np.zeros(3)
@@ -452,6 +469,7 @@ class _Merge:
             return Explanation(("merged",), text, rank=rank)
         share = f"{100 * off / self.theirs.size:.3g} % of the elements are further off"
         text = f"b is not {formula}: {share} than the rounding of {kind}, by up to {largest:.3g}"
+        factor = None
         if not squares and adapter.kind != "saved":
             text += "; b is equal to a"
         elif adapter.is_product and adapter.kind != "dora" and product_squares:
@@ -460,7 +478,19 @@ class _Merge:
             if remaining <= _FITTED**2:
                 factors = "B @ A" if adapter.kind == "lora" else "the update"
                 text += f"; {fitted * scale:.4g} * {factors} fits best"
-        return Explanation(("unknown",), text, holds=False, rank=rank)
+                factor = fitted
+        return Explanation(("unknown",), text, holds=False, factor=factor, rank=rank)
+
+
+def _common_factor(factors: Sequence[float], fits: Callable[[float], bool]) -> float | None:
+    """Return a number, with few digits if possible, that fits all tensors; None without one."""
+    if not factors:
+        return None
+    middle = float(np.median(factors))
+    rounded = [float(f"{middle:.{digits}g}") for digits in (1, 2, 3, 4)]
+    # Coarse types of elements would admit numbers further off.
+    near = [number for number in rounded if abs(number - middle) <= _ROUNDED * abs(middle)]
+    return next(filter(fits, dict.fromkeys([*near, middle])), None)
 
 
 def _inner_products(difference: Array, update: Array | float) -> Array:

@@ -29,7 +29,7 @@ from xckpt.formatting import counted
 from xckpt.statistics.tables import EXPLANATION_COLUMNS, EXPLANATION_TEXTS, cause_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.pairs import Match
@@ -69,6 +69,10 @@ _RELATED = 0.5
 _EXPECTED = 7
 _MOST_NAMES = 4
 _MOST_KINDS = 8
+_AT_FACTOR = (
+    "{0:.6g} times the scale that the adapter states: "
+    "xckpt.compare(base.ckpt.merge(adapter, scale={0:.6g}), merged) verifies it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,8 @@ class Explanation:
     is_known: bool = False
     offset: float | None = None
     scale: float | None = None
+    #: Number by which the update of an adapter is multiplied, if that explains a change.
+    factor: float | None = None
     rank: int | None = None
     heads: int | None = None
     #: Names of the tensors on the other side.
@@ -515,7 +521,15 @@ def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) 
         facts += [f"{len(names):,} {_be(names)} {words}: {quoted(names)}"] if names else []
     if explained:
         facts.append(_summary(explained, is_all=len(explained) == sum(map(len, ours.values()))))
-    return "; ".join(facts)
+    return "; ".join([*facts, *_factors([explanation for _, explanation in ours["changed"]])])
+
+
+def _factors(changed: Sequence[Explanation]) -> Iterator[str]:
+    """Yield the factor of an adapter that explains changes, if there is one."""
+    factors = [explanation.factor for explanation in changed if explanation.factor is not None]
+    if factors:
+        verb = "fits" if len(factors) == 1 else "fit"
+        yield f"{len(factors):,} {verb} {_AT_FACTOR.format(factors[0])}"
 
 
 def _nothing_shared(total: str, missing: Sequence[str], added: Sequence[str]) -> str:

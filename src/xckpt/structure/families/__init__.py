@@ -7,7 +7,7 @@ in the folder ``tables``, of which only those are read that may fit; `tables` de
 
 from __future__ import annotations
 
-from xckpt.structure.families.choosing import family_of, has_other_modules, has_table
+from xckpt.structure.families.choosing import family_of, has_table, under_other_modules
 from xckpt.structure.families.family import Family, Place
 
-__all__ = ["Family", "Place", "family_of", "has_other_modules", "has_table"]
+__all__ = ["Family", "Place", "family_of", "has_table", "under_other_modules"]

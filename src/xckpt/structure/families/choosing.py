@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xckpt.structure.conventions import role_by_name
 from xckpt.structure.facts import ModelFacts
@@ -125,15 +125,24 @@ def has_table(types: Iterable[str]) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _renamed_types() -> frozenset[str]:
-    data = pkgutil.get_data(__package__, "renamed.txt") or b""
-    lines = [line.partition("#")[0].split() for line in data.decode().splitlines()]
-    return frozenset([normalise(model_type) for line in lines for model_type in line])
+def _renamed_modules() -> dict[str, str]:
+    """Return a pattern of the names that modules do not have, by types and classes of models."""
+    text = (pkgutil.get_data(__package__, "renamed.txt") or b"").decode()
+    patterns: dict[str, str] = {}
+    for block in text.split("\n\n")[1:]:
+        words = [line.split() for line in block.splitlines() if not line.startswith(" ")]
+        lines = [line.strip() for line in block.splitlines() if line.startswith(" ")]
+        pattern = "|".join([f"(?:{line})" for line in lines])
+        patterns |= {model: pattern for line in words for model in line}
+    return patterns
 
 
-def has_other_modules(types: Iterable[str]) -> bool:
-    """Return whether transformers names the modules of a model otherwise than its files do."""
-    return not _renamed_types().isdisjoint(map(normalise, types))
+def under_other_modules(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return the names in the files of a model that transformers gives to no module."""
+    patterns, classes = _renamed_modules(), config.get("architectures")
+    stated = [*(classes if isinstance(classes, list) else []), config.get("model_type")]
+    pattern = next((patterns[str(model)] for model in stated if str(model) in patterns), None)
+    return [] if pattern is None else [name for name in names if re.search(pattern, name)]
 
 
 # --- choosing -------------------------------------------------------------------------------------
