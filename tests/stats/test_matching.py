@@ -413,3 +413,21 @@ class TestCommandLine:
         names = ["--names", str(tmp_path / "names.json")]
         assert main([command, str(original), argument, *names]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [0, 1])
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_constants_are_paired_only_with_their_weights(value: int, has_weight: bool) -> None:
+    rng = np.random.default_rng(0)
+    shared = {f"layers.{n}.mlp.weight": rng.normal(size=(8, 8)) for n in range(3)}
+    bias = np.full(8, value, "f4")
+    first = {**shared, "pooler.dense.bias": bias, "pooler.dense.weight": rng.normal(size=(8, 8))}
+    weight = first["pooler.dense.weight"] if has_weight else rng.normal(size=(8, 8))
+    second = {f"bert.{name}": values for name, values in shared.items()}
+    second |= {"cls.transform.dense.bias": bias, "cls.transform.dense.weight": weight}
+    names = xckpt.compare(first, second, names="auto").ckpt.names
+    expected = {name: f"bert.{name}" for name in shared}
+    if has_weight:
+        leaves = ("bias", "weight")
+        expected |= {f"pooler.dense.{leaf}": f"cls.transform.dense.{leaf}" for leaf in leaves}
+    assert dict(names) == expected

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from xckpt.comparison.arrangements import Step, Transposed
-from xckpt.comparison.names import Rules, are_other_roles, conventions, first_numbers, likeness
+from xckpt.comparison.names import (
+    Rules,
+    are_other_roles,
+    conventions,
+    first_numbers,
+    likeness,
+    stem_of,
+)
 from xckpt.comparison.pairs import Match, Partner, pair_of
 from xckpt.comparison.sketches import (
     ALIKE,
@@ -236,9 +243,29 @@ def _partners(
         )
     )
     unnamed, unnamed_of_b = unmatched()
-    remaining = by_names(unnamed, unnamed_of_b, _renamed(pairs))
+    remaining = _beside_pairs(by_names(unnamed, unnamed_of_b, _renamed(pairs)), pairs, ours, theirs)
     take(unbroken({a.name: Partner(b.name, rule) for a, b, rule in remaining}))
     return pairs
+
+
+def _beside_pairs(
+    remaining: Collection[tuple[Sketched, Sketched, str]],
+    pairs: Mapping[str, Partner],
+    *sides: Iterable[str],
+) -> Iterator[tuple[Sketched, Sketched, str]]:
+    """Yield pairs without constants whose modules have other tensors that are no pairs.
+
+    Biases of zeros are equal in all modules, and belong together if their weights do.
+    """
+    constants = {t.name for a, b, _ in remaining for t in (a, b) if a.is_constant}
+    modules = {(stem_of(name), stem_of(partner.name)) for name, partner in pairs.items()}
+    modules |= {(stem_of(a.name), stem_of(b.name)) for a, b, _ in remaining if not a.is_constant}
+    varied = [{stem_of(name) for name in side if name not in constants} for side in sides]
+    for a, b, rule in remaining:
+        stems = stem_of(a.name), stem_of(b.name)
+        is_alone = stems[0] not in varied[0] and stems[1] not in varied[1]
+        if not a.is_constant or is_alone or stems in modules or rule in {"siblings", "place"}:
+            yield a, b, rule
 
 
 def _sketched(
