@@ -793,3 +793,21 @@ class TestReductions:
         ]  # fmt: skip
         for number, result in enumerate(results):
             assert warnings_of(result, tmp_path / f"{number}.safetensors") == []
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_names_that_differ_by_a_prefix_are_renamed_as_advised(prefix: str, tmp_path: Path) -> None:
+    config = '{"model_type": "llama", "hidden_size": 4}'
+    values = {f"layers.{n}.weight": np.ones((4, 4), "f4") for n in range(2)}
+    for folder, start in (("a", prefix), ("b", "")):
+        (tmp_path / folder).mkdir()
+        tensors = {start + name: array for name, array in values.items()}
+        xckpt.save(tensors, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text(config)
+    a, b = xckpt.open(tmp_path / "a"), xckpt.open(tmp_path / "b")
+    with pytest.raises(ValueError, match=r"prefix.*b\.rename\(\{name: 'module\.' \+ name"):
+        (a - b).ckpt.save(tmp_path / "difference")
+    (a - b.rename({name: prefix + name for name in b})).ckpt.save(tmp_path / "difference")
+    names = xckpt.compare(a, b, names="auto").ckpt.names
+    (a.rename(names) - b).ckpt.save(tmp_path / "again")
+    assert len(xckpt.open(tmp_path / "difference")) == len(xckpt.open(tmp_path / "again")) == 2

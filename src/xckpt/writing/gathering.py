@@ -71,9 +71,10 @@ _ONE_OF_TIED = (
 )
 _NO_COMMON = (
     "the Dataset has no tensors: arithmetic keeps only those whose names both sides have, and "
-    "these have none in common, as llama.cpp and transformers name them differently, and Keras "
-    "numbers its models (xckpt.compare(a, b) shows which belong together, and "
-    "a.rename({old: new}) gives one another name)"
+    "these have none in common, as one side has a prefix, such as 'module.' or '_orig_mod.' "
+    "(b.rename({name: 'module.' + name for name in b}) adds it), llama.cpp and transformers name "
+    "them differently, or Keras numbers its models (xckpt.compare(a, b, names='auto').ckpt.names "
+    "has those that belong together, and a.rename(names) gives a the names of b)"
 )
 _TREE_AND_DATASET = (
     "the DataTree has no tensors: a DataTree and a Dataset have no names of tensors in common, and "
