@@ -807,7 +807,7 @@ def test_names_that_differ_by_a_prefix_are_renamed_as_advised(prefix: str, tmp_p
     a, b = xckpt.open(tmp_path / "a"), xckpt.open(tmp_path / "b")
     with pytest.raises(ValueError, match=r"prefix.*b\.rename\(\{name: 'module\.' \+ name"):
         (a - b).ckpt.save(tmp_path / "difference")
-    (a - b.rename({name: prefix + name for name in b})).ckpt.save(tmp_path / "difference")
+    (a - b.rename({name: prefix + str(name) for name in b})).ckpt.save(tmp_path / "difference")
     names = xckpt.compare(a, b, names="auto").ckpt.names
     (a.rename(names) - b).ckpt.save(tmp_path / "again")
     assert len(xckpt.open(tmp_path / "difference")) == len(xckpt.open(tmp_path / "again")) == 2
