@@ -2419,9 +2419,7 @@ class TestEditedConfigs:
         ds.assign_attrs(config=tied).ckpt.save("out/")
         assert config("out") == tied
         assert {"tokenizer.json", "generation_config.json"} <= {*names("out")}
-        text = (
-            rf"""lacks 1 of its 30 tensors: '{HEAD}' \(state "tie_word.* in attrs\["config"\]"""
-        )
+        text = rf"""lacks 1 of its 30 tensors: '{HEAD}' \(state "tie_word.* in attrs\["config"\]"""
         with pytest.warns(CheckpointWarning, match=text):
             ds.ckpt.save("untied/")
         assert names("untied") == ["model.safetensors"]
