@@ -253,7 +253,7 @@ def _beside_pairs(
     pairs: Mapping[str, Partner],
     *sides: Iterable[str],
 ) -> Iterator[tuple[Sketched, Sketched, str]]:
-    """Yield pairs without constants whose modules have other tensors that are no pairs.
+    """Yield pairs, without constants in modules whose further tensors are not paired.
 
     Biases of zeros are equal in all modules, and belong together if their weights do.
     """

@@ -225,7 +225,7 @@ class _Beside(NamedTuple):
     #: Objects of the attributes, and as they were before the user edited them.
     stated: Mapping[str, dict[str, Any]]
     opened: Mapping[str, dict[str, Any]]
-    #: Modules that have tensors of their own, with the folders of their models.
+    #: Modules that have tensors, with the folders of their models.
     modules: Mapping[str, Path]
 
     @property

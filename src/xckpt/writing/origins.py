@@ -81,7 +81,7 @@ class Origin:
     def has_twin(self, name: str, names: Collection[str]) -> bool:
         """Return whether one of the names is of a tensor that is the same parameter."""
         owner = self.shared.get(name, name)
-        twins = {owner, *(twin for twin, other in self.shared.items() if other == owner)}
+        twins = {owner, *(twin for twin in self.shared if self.shared[twin] == owner)}
         return not twins.isdisjoint(names)
 
     def config_in_attributes(self, name: str) -> dict[str, Any] | None:

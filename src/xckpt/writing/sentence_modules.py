@@ -11,7 +11,7 @@ from xckpt.writing.origins import is_readable
 
 _MODULES, _CONFIG = "modules.json", "config.json"
 _SETTINGS = ("sentence_bert_config.json", "config_sentence_transformers.json")
-# Beginning of the names of classes that are no code of the model.
+# Beginning of the names of the library's classes; others are code of a model.
 _LIBRARY = "sentence_transformers."
 _MOST_MODULES = 64
 _DESCRIPTIONS = frozenset({".json", ".md", ".txt"})
@@ -53,7 +53,7 @@ def _modules(path: Path) -> list[str]:
 
 
 def _folder_of(module: Any, parent: Path) -> str | None:
-    """Return the folder of a module; None if it is no folder of the model, or names code."""
+    """Return the folder of a module; None if its path leads elsewhere, or its class is code."""
     if not isinstance(module, dict):
         return None
     name, kind = module.get("path"), module.get("type")
