@@ -49,6 +49,7 @@ def opened(url: str, registry: Any, **options: Any) -> xr.Dataset:
     return ds
 
 
+@pytest.mark.filterwarnings("ignore:.*no general.architecture")
 @pytest.mark.parametrize("suffix", ["safetensors", "gguf", "npz", "zt"])
 def test_values_are_those_of_the_file(suffix: str, tmp_path: Path, registry: Any) -> None:
     path = tmp_path / f"m.{suffix}"
