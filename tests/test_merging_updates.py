@@ -267,6 +267,17 @@ class TestAdapters:
 
 
 class TestUpdates:
+    def test_tensors_that_are_only_scaled_are_named(self, base: xr.Dataset) -> None:
+        partial = base.drop_vars([NORM, FC])
+        text = f"lacks stay multiplied by 0.5 .*'{FC}', '{NORM}'"
+        with pytest.warns(CheckpointWarning, match=text):
+            (base / 2).ckpt.merge(partial / 2, scale=1)
+        with pytest.warns(CheckpointWarning, match="multiplied by 3"):
+            (base * 3).ckpt.merge({Q: numbers(24, 16)})
+        base.ckpt.merge({Q: numbers(24, 16)})
+        (base / 2).ckpt.merge(base / 2, scale=1)
+        ((base + base) / 2).ckpt.merge({Q: numbers(24, 16)})
+
     def test_a_difference_is_a_task_vector(
         self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
     ) -> None:

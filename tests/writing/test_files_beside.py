@@ -171,6 +171,19 @@ class TestHeadsOfAnotherClass:
             ds.assign_attrs(config=stated).ckpt.save("out/")
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "llama.", ""])
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_second_tensor_of_another_prefix_is_named(prefix: str, is_edited: bool) -> None:
+    write("a", llama(0), config=LLAMA)
+    ds = xckpt.open("a")
+    norm = "model.norm.weight"
+    second = f"{prefix}{norm}" if prefix else norm.removeprefix("model.")
+    new = ds.assign({second: ds[norm] * 2})
+    stated = LLAMA | ({"architectures": ["LlamaForSequenceClassification"]} if is_edited else {})
+    with pytest.warns(CheckpointWarning, match=f"ignore or refuse: '{second}'"):
+        new.assign_attrs(config=stated).ckpt.save("out/")
+
+
 def test_a_tensor_is_not_missing_if_its_twin_is_there() -> None:
     weight = np.arange(256, dtype="f4").reshape(32, 8)
     table = torch_files.view(torch_files.storage("0", 256), 0, (32, 8), (8, 1))

@@ -59,6 +59,10 @@ _TIED = (
     "ensure_weight_tying is set, the adapter was trained with the old head, which stays after "
     "base = base.assign({{{head!r}: base[{table!r}]}})"
 )
+_SCALED_ALONE = (
+    "tensors that {} lacks stay multiplied by {:g} "
+    "(a.ckpt.merge(b - a, scale=0.5) leaves those of a as they are)"
+)
 _OMITTED = (
     "target_modules or layers_to_transform in adapter_config.json leave out modules whose factors "
     "are in the file: {}; they are merged too, unlike by PEFT "
@@ -121,6 +125,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         warn(f"the model lacks tensors that are to be changed: {some(missing)}")
     if scale not in {None, 1.0}:
         _warn_of_unscaled(matches)
+    _warn_of_scaled(variables, matches, changes)
     half = _half_type(model)
     merged = {
         name: _merged(name, _in_type(variables[name], half), of_tensor, changes, scale)
@@ -188,6 +193,25 @@ def _new_tensors(
         for adapter in adapters
         if adapter.kind == "saved" and adapter.base in missing
     }
+
+
+def _warn_of_scaled(
+    variables: Mapping[Any, xr.Variable],
+    matches: Mapping[str, Sequence[Adapter]],
+    changes: OpenTensors,
+) -> None:
+    """Warn of tensors without a change in a model that is multiplied by a number."""
+    if any(adapter.kind != "update" for of_one in matches.values() for adapter in of_one):
+        return
+    arrays = {name: data_of(v) for name, v in variables.items() if not matches.get(name)}
+    arrays = {n: a for n, a in arrays.items() if a.dtype.kind == "f" and is_computed(a) and a.size}
+    tried = sorted(arrays.values(), key=lambda array: array.size)[:_MOST_TRIED]
+    with suppress(ArithmeticError, ValueError):  # of a function that does not take ones
+        (factors,) = dask.compute([_first(with_blocks(array, np.ones_like)) for array in tried])
+        factor = next((n for n in factors if not math.isclose(n, 1, rel_tol=_ROUNDING)), None)
+        if factor is not None:
+            source = shown(changes.source) if changes.source else "the other object"
+            warn(f"{_SCALED_ALONE.format(source, factor)}: {some(list(map(str, arrays)))}")
 
 
 def _warn_of_unscaled(matches: Mapping[str, Sequence[Adapter]]) -> None:

@@ -150,18 +150,21 @@ def _old_shape(
 
 
 def _added(
-    fit: ConfigFit, edited: Mapping[str, Any], old: Iterable[str], new: Collection[str]
+    fit: ConfigFit, edited: Mapping[str, Any], old: Collection[str], new: Collection[str]
 ) -> list[str]:
     """Return the tensors that the model lacks, and that no edit of the config is about."""
     known = {_without_numbers(name, fit.config) for name in old}
+    # Loaders take one of two tensors whose names differ by a prefix.
+    bare = Counter([_without_prefix(name, fit.config) for name in new])
+    twice = [n for n in new if n not in old and bare[_without_prefix(n, fit.config)] > 1]
     added = [name for name in new if _without_numbers(name, fit.config) not in known]
     if _CLASSES in fit.edited:
-        return in_some_layers(added, new)
+        return twice + in_some_layers(added, new)
     flags = [key for key in fit.edited if edited.get(key) is True]  # such as `attention_bias`
     words = {word for key in flags for word in key.split("_")}
     stated = [name for name in added if not words.isdisjoint(_WORD_ENDS.split(name))]
     expected = {*stated}.difference(in_some_layers(stated, new))
-    return [name for name in added if name not in expected]
+    return twice + [name for name in added if name not in expected]
 
 
 def _implied_head_dim(config: Mapping[str, Any]) -> dict[str, int]:
@@ -379,7 +382,7 @@ def _below_same_modules(names: Iterable[str], others: Iterable[str]) -> list[str
 def _without_prefix(name: str, config: Mapping[str, Any]) -> str:
     """Remove the prefixes that loaders of models add and remove themselves."""
     family = config.get("model_type")
-    for prefix in (*_PREFIXES, f"{family}."):
+    for prefix in (*_PREFIXES, f"{family}.") * 2:  # in any order
         name = name.removeprefix(prefix)
     return name
 
