@@ -567,6 +567,11 @@ class FileTensors(OpenTensors):
             if listed.role is not None or listed.name not in has_coords
         }
 
+    @property
+    def shared(self) -> dict[str, str]:
+        """Owners of the bytes of tied tensors, by name, as the file has them."""
+        return self.index.shared
+
     @cached_property
     def obj(self) -> xr.Dataset:
         """The Dataset of the file."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.structure.config_images import check_channels
 from xckpt.structure.facts import (
     KEYS,
     StatedSize,
@@ -168,7 +167,6 @@ def check_extents(fit: ConfigFit, tensors: Sequence[Described]) -> None:
     for tensor in tensors:
         problems |= contradicted_extents(tensor.name, tensor.shape, fit.config)
     fit.problems += problems.values()
-    check_channels(fit, tensors)
 
 
 def check_labels(fit: ConfigFit, tensors: Sequence[Described]) -> None:

@@ -35,7 +35,7 @@ from xckpt.structure.config_fit import (
     tokens_without_row,
     untie_head,
 )
-from xckpt.structure.config_images import with_new_images
+from xckpt.structure.config_images import check_channels, with_new_images
 from xckpt.structure.config_layers import edited_kinds
 from xckpt.structure.facts import is_gguf, model_facts, sections_of, sizes_stated_in
 from xckpt.structure.info import Described
@@ -369,6 +369,7 @@ def _fit(
     fit = check_config(edited, after)
     check_labels(fit, after)
     check_extents(fit, after)
+    check_channels(fit, after)
     structure = Structure(after, model_facts({"config": fit.config}))
     if may_be_tied(fit.config) and is_head_apart(tensors, structure):
         untie_head(fit)
