@@ -174,7 +174,7 @@ def test_an_arrangement_of_a_tree_survives_saving_as_a_dataset(tmp_path: Any) ->
     ds, _ = opened(file({"coords": ["x", "y", "m.x"], "order": [4, 3, 2, 1, 0]}))
     save(ds, tmp_path / "m.safetensors")
     again = xr.open_dataset(tmp_path / "m.safetensors")
-    xr.testing.assert_identical(again, ds)
+    xr.testing.assert_identical(again, ds.assign_attrs(format="pt"))
     assert list(again.data_vars) == list(ds.data_vars) == ["m.v", "w"]
 
 
