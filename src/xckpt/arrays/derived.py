@@ -20,6 +20,7 @@ from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
 from xckpt.arrays.graph import TensorLayer, is_stored, lazy_of, slices_of, tensor_array
+from xckpt.arrays.lazy import LazyArray
 from xckpt.upstream.dask_arrays import is_dask_array
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     import dask.array as da
 
-    from xckpt.arrays.lazy import LazyArray, Opened
+    from xckpt.arrays.lazy import Opened
 
 # Annotation of the layers of a graph.
 _SELECTIONS = "xckpt_selections"
@@ -45,6 +46,11 @@ def lazies_in(array: Any) -> dict[str, LazyArray]:
         return {array.name: lazy}
     layers = array.dask.layers if is_dask_array(array) else {}
     return {n: layer.lazy for n, layer in layers.items() if isinstance(layer, TensorLayer)}
+
+
+def lazies_of_payload(array: Any) -> list[LazyArray]:
+    """Return the lazy arrays that the data of a new tensor are, or are computed from."""
+    return [array] if isinstance(array, LazyArray) else [*lazies_in(array).values()]
 
 
 def is_computed(array: Any) -> bool:

@@ -404,7 +404,6 @@ def _hint_of_names(rows: Iterable[Sequence[Match]]) -> str:
     if 2 * count <= min(ours.total(), theirs.total()) or count < least:
         return ""
     names = "another name" if count == 1 else "other names"
-    names = "another name" if count == 1 else "other names"
     return (
         f"{counted(count, 'tensor')} may have {names} in b (equal shapes): names='auto' matches "
         "them, explain=True also says why"

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.arrays import ReadOptions, lazy_arrays
-from xckpt.arrays.derived import lazies_in
-from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.derived import lazies_of_payload
 from xckpt.elements import WIDE_FLOATS
 from xckpt.errors import CheckpointError
 from xckpt.opening import open_index
@@ -29,6 +28,7 @@ from xckpt.writing.vocabulary import no_array
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from xckpt.arrays.lazy import LazyArray
     from xckpt.index import Index, Tensor
     from xckpt.storage import Source
     from xckpt.writing.payloads import Payload
@@ -251,11 +251,7 @@ def _words_of_training(index: Index, payloads: Iterable[Payload]) -> frozenset[s
     """Return the first words of names of training state alone, without a written tensor."""
     structure = structure_of(index)
     arrays = [array for payload in payloads for array in payload.data.values()]
-    lazies = [
-        lazy
-        for array in arrays
-        for lazy in ([array] if isinstance(array, LazyArray) else lazies_in(array).values())
-    ]
+    lazies = [lazy for array in arrays for lazy in lazies_of_payload(array)]
     places = {(Path(r.source.name).name, r.part.offset) for z in lazies for r in z.part_readers}
     words: dict[str, bool] = {}
     for name, tensor in index.tensors.items():

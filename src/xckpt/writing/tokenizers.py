@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xckpt.arrays.derived import lazies_in
-from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.derived import lazies_of_payload
 from xckpt.structure.facts import sections_of
 from xckpt.writing.origins import ADAPTER_CONFIG, is_readable, read_json
 
@@ -193,7 +192,7 @@ def _rows_of(structure: Structure) -> int:
 def _folders_of(tensor: WantedTensor) -> set[Path]:
     """Return the folders of the files that a tensor is read or computed from."""
     array: Any = getattr(tensor, "data", {}).get("data")
-    lazies = [array] if isinstance(array, LazyArray) else lazies_in(array).values()
+    lazies = lazies_of_payload(array)
     return {Path(reader.source.name).parent for lazy in lazies for reader in lazy.part_readers}
 
 

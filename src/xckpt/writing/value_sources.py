@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xckpt.arrays.dense import OnePartArray
-from xckpt.arrays.derived import is_computed, lazies_in
+from xckpt.arrays.derived import is_computed, lazies_in, lazies_of_payload
 from xckpt.arrays.lazy import LazyArray
 from xckpt.storage.source import files_of
 from xckpt.structure.config_layers import Sources, lists_by_layer
@@ -44,8 +44,7 @@ def value_sources(origin: Origin, tensors: Iterable[WantedTensor]) -> Sources:
 
     def names(name: str) -> list[str]:
         array = arrays[name]
-        lazies = [array] if isinstance(array, LazyArray) else lazies_in(array).values()
-        sources = {source for lazy in lazies for source in lazy.sources}
+        sources = {source for lazy in lazies_of_payload(array) for source in lazy.sources}
         files = {file.name for source in sources for file in files_of(source)}
         if not alike().issuperset([Path(file).parent for file in files]):
             return []
