@@ -290,9 +290,11 @@ def compare(
     add_attrs(variables, has_names=names is not None)
     summary = {}
     if explain:
-        from xckpt.comparison.explaining.results import add_explanations, merges_of
+        from xckpt.comparison.explaining.results import add_explanations
+        from xckpt.comparison.merges import open_merges
 
-        merges = merges_of(adapter, (ours, theirs), variables, storage_options)
+        all_matches = [match for variable in variables for match in variable.matches]
+        merges = open_merges(adapter, ours, theirs, all_matches, storage_options)
         summary = add_explanations(variables, places, sums, progress, merges)
     if compute:  # explanations take close tensors as changed
         mark_close([variable.values for variable in variables], bounds)

@@ -43,7 +43,7 @@ from xckpt.structure.facts import model_facts
 from xckpt.threads import Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.pairs import Match
@@ -171,16 +171,17 @@ class Merges:
 
 
 def open_merges(
-    adapter: Describable,
-    models: tuple[OpenTensors, OpenTensors],
-    names: tuple[Collection[str], Collection[str]],
+    adapter: Describable | None,
+    a: OpenTensors,
+    b: OpenTensors,
+    matches: Sequence[Match],
     storage_options: dict[str, Any] | None,
-) -> Merges:
-    """Open an adapter; warn of changes of tensors that the models lack.
-
-    `models` has both sides of a comparison, and `names` the tensors of ``a``, and those that only
-    ``b`` has.
-    """
+) -> Merges | None:
+    """Open an adapter, and warn of changes of tensors that `a` lacks; None without an adapter."""
+    if adapter is None:
+        return None
+    of_a = dict.fromkeys(match.name for match in matches if match.ours is not None)
+    only_in_b = dict.fromkeys(match.name for match in matches if match.status == "only_b")
     [tensors] = contents_of_all([adapter_in(adapter, storage_options)], storage_options)
     config = read_config(tensors.source, tensors.attrs, "adapter_config", storage_options)
     adapters = find_adapters(tensors, config)
@@ -193,22 +194,24 @@ def open_merges(
         notes = dict.fromkeys(adapter.note for adapter in adapters)
         raise UnsupportedError("; ".join(notes), path=tensors.source or None)
     types = model_facts(tensors.attrs).types
-    structures = [_structure(model, storage_options) for model in models]
-    matches, missing, heads = match_bases(
-        adapters, structures[0], names[0], models[0].source, types
+    base = _structure(a, storage_options)
+    bases, missing, heads = match_bases(adapters, base, of_a, a.source, types)
+    trained = [
+        adapter for adapter in adapters if adapter.kind == "saved" and adapter.base in missing
+    ]
+    added, lacking, _ = match_bases(
+        trained, _structure(b, storage_options), only_in_b, b.source, types
     )
-    trained = [a for a in adapters if a.kind == "saved" and a.base in missing]
-    added, lacking, _ = match_bases(trained, structures[1], names[1], models[1].source, types)
     if trained:
-        bases = {adapter.base for adapter in trained}
-        missing = [base for base in missing if base not in bases or base in lacking]
+        names = {adapter.base for adapter in trained}
+        missing = [name for name in missing if name not in names or name in lacking]
     if missing:
         warn(f"the adapter changes tensors that a lacks: {some(missing, 'tensors')}")
-    extents = {name: (*structures[0].described(name).shape, 1)[0] for name in matches}
+    extents = {name: (*base.described(name).shape, 1)[0] for name in bases}
     # Heads that the adapter has are added from it.
-    changes = {name: [change for change, _ in changes] for name, changes in matches.items()}
-    untied = None if heads else untied_head(models[0], (), changes, tensors)
-    return Merges(tensors, matches, added, extents, models[0], untied)
+    changes = {name: [change for change, _ in of_name] for name, of_name in bases.items()}
+    untied = None if heads else untied_head(a, (), changes, tensors)
+    return Merges(tensors, bases, added, extents, a, untied)
 
 
 def _structure(model: OpenTensors, storage_options: dict[str, Any] | None) -> Structure:

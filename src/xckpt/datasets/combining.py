@@ -207,7 +207,7 @@ def _warn_of_scaled(
     arrays = {n: a for n, a in arrays.items() if a.dtype.kind == "f" and is_computed(a) and a.size}
     tried = sorted(arrays.values(), key=lambda array: array.size)[:_MOST_TRIED]
     with suppress(ArithmeticError, ValueError):  # of a function that does not take ones
-        (factors,) = dask.compute([_first(with_blocks(array, np.ones_like)) for array in tried])
+        factors = _multiples(tried)
         factor = next((n for n in factors if not math.isclose(n, 1, rel_tol=_ROUNDING)), None)
         if factor is not None:
             source = shown(changes.source) if changes.source else "the other object"
@@ -449,18 +449,14 @@ def factor_changes(tensors: OpenTensors) -> dict[str, list[str]]:
             if adapter.is_product and variable in computed and computed[variable].size
         ]
         of_products = {variable: computed[variable] for _, variable in factors}
-        # Arithmetic with ones shows by which number each factor is multiplied.
-        (numbers,) = dask.compute({
-            variable: _first(with_blocks(array, np.ones_like))
-            for variable, array in of_products.items()
-        })  # fmt: skip
+        numbers = dict(zip(of_products, _multiples(of_products.values()), strict=True))
         are_averaged = {variable: _differ(array) for variable, array in of_products.items()}
         scales: dict[str, list[float]] = defaultdict(list)
         averaged: Counter[str] = Counter()
         for base, variable in factors:
             averaged[base] += are_averaged[variable]
             if not math.isclose(numbers[variable], 1, rel_tol=_ROUNDING):
-                scales[base].append(float(numbers[variable]))
+                scales[base].append(numbers[variable])
         is_sum = len(tensors.origins(_MOST_TRIED)) > 1
         by_base = {base: _AVERAGED for base, count in averaged.items() if count > 1} | {
             base: _ADDED if is_sum else _SCALED.format(math.prod(of_factors))
@@ -470,6 +466,12 @@ def factor_changes(tensors: OpenTensors) -> dict[str, list[str]]:
         for base, change in by_base.items():
             changes[change].append(base)
     return changes
+
+
+def _multiples(arrays: Iterable[Any]) -> list[float]:
+    """Return the numbers that arithmetic multiplies arrays by, as arithmetic with ones shows."""
+    (firsts,) = dask.compute([_first(with_blocks(array, np.ones_like)) for array in arrays])
+    return [*map(float, firsts)]
 
 
 def _differ(array: Any) -> bool:

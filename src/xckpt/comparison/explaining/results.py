@@ -17,7 +17,6 @@ from xckpt.comparison.measure import (
     measures_of_pairs,
     summed,
 )
-from xckpt.comparison.merges import open_merges
 from xckpt.comparison.pairs import pair_of
 from xckpt.comparison.relations.verification import Link, sides_after
 from xckpt.statistics.tables import STATUSES
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from xckpt.comparison.merges import Merges
     from xckpt.comparison.pairs import Match
     from xckpt.comparison.variables import ComparedVariable
-    from xckpt.datasets.tensors import OpenTensors
     from xckpt.progress import ProgressOption
     from xckpt.typing import Array
 
@@ -48,21 +46,6 @@ def add_links(variables: Iterable[ComparedVariable], places: Places) -> None:
 
     for variable in variables:
         variable.links = [*map(link, variable.matches)]
-
-
-def merges_of(
-    adapter: Any,
-    models: tuple[OpenTensors, OpenTensors],
-    variables: Iterable[ComparedVariable],
-    storage_options: Any,
-) -> Merges | None:
-    """Return the merges of an adapter into the tensors of `a`; None without an adapter."""
-    if adapter is None:
-        return None
-    matches = [match for variable in variables for match in variable.matches]
-    names = dict.fromkeys(match.name for match in matches if match.ours is not None)
-    added = dict.fromkeys(match.name for match in matches if match.status == "only_b")
-    return open_merges(adapter, models, (names, added), storage_options)
 
 
 def add_explanations(
