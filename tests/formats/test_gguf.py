@@ -297,6 +297,18 @@ class TestSaving:
         kinds = [fields[key].types[-1] for key in "abcd"]
         assert kinds == [value.UINT8, value.UINT32, value.FLOAT64, value.UINT8]
 
+    @pytest.mark.parametrize(
+        ("value", "stored"),
+        [([0, 1.5], [0.0, 1.5]), ([2**60 + 1, 0.5], "[1152921504606846977, 0.5]")],
+    )
+    def test_mixed_numbers_are_floats_if_these_hold_them(
+        self, value: list[float], stored: Any, tmp_path: Path
+    ) -> None:
+        xckpt.save(
+            xr.Dataset({"w": ("x", np.ones(4, "f4"))}, {}, {"n": value}), tmp_path / "m.gguf"
+        )
+        assert read_index(tmp_path / "m.gguf").attrs["n"] == stored
+
     @pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_k", "q6_k", "mxfp4"])
     def test_big_endian_blocks_are_swapped(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

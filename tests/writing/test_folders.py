@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import pickle
 import re
@@ -2229,6 +2230,14 @@ class TestTokenizers:
         assert config("out").items() >= (numbers | {"vocab_size": rows}).items()
         generation = numbers | {"eos_token_id": [33, 5], "top_k": 3}
         assert json.loads(text_of("out", "generation_config.json")) == generation
+
+    @pytest.mark.parametrize("load", [xr.Dataset.load, xr.Dataset.compute, copy.deepcopy])
+    def test_trained_tables_in_memory_have_that_of_the_adapter(self, load: Any) -> None:
+        self.train_tables(34)
+        merged = load(xckpt.open("a").load().ckpt.merge(xckpt.open("lora").load()))
+        with pytest.warns(CheckpointWarning, match=r"from lora/, whose 34 tokens"):
+            merged.ckpt.save("out/")
+        assert text_of("out") == text_of("lora")
 
     def test_edited_numbers_stay(self) -> None:
         self.train_tables(34)

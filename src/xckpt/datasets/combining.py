@@ -139,7 +139,11 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         if shared.get(str(name)) in merged
     }
     tied_names = {} if model.structure.facts.is_untied else shared | stored_twice(model, matches)
-    return replace_tensors(obj, untied | _followers(tied_names, matches, merged) | merged | new)
+    result = replace_tensors(obj, untied | _followers(tied_names, matches, merged) | merged | new)
+    # A result in memory has these files no longer in its graph.
+    sources = dict.fromkeys([*model.merged, changes.source, *changes.origins(_MOST_TRIED)])
+    result.encoding = {**result.encoding, "merged": tuple(filter(None, sources))}
+    return result
 
 
 def _followers(

@@ -193,6 +193,12 @@ class OpenTensors:
         return list(dict.fromkeys(chain.from_iterable(map(checkpoints_in, arrays))))
 
     @property
+    def merged(self) -> tuple[str, ...]:
+        """Files of the adapters and updates that were merged."""
+        merged: tuple[str, ...] = self._root.encoding.get("merged", ())
+        return merged
+
+    @property
     def encoding(self) -> Mapping[Any, Any]:
         """The encoding of the checkpoint."""
         return self._root.encoding

@@ -217,7 +217,8 @@ def gather(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
     order = [payload.name for payload in payloads] if ordered else ()
     arrangement = Arrangement(tuple(coords), tuple(order), modules)
     types = obj.encoding.get("attr_types", {})
-    return Gathered(payloads, attrs, arrangement, types, opened, root.encoding.get("config"))
+    config = root.encoding.get("config")
+    return Gathered(payloads, attrs, arrangement, types, opened, config, of_object.merged)
 
 
 def opened_as(obj: Any, format: str) -> Index | None:

@@ -165,7 +165,9 @@ def origin_of(gathered: Gathered) -> Origin:
     counts: Counter[str] = Counter()
     for payload in gathered.payloads:
         counts.update({file.name: None for file in source_files([payload])}.keys())
-    names = [name for name in counts or {gathered.opened: 1} if name and not is_remote(name)]
+    counts = counts or Counter({gathered.opened: 1})
+    counts.update(dict.fromkeys(gathered.merged, 0))
+    names = [name for name in counts if name and not is_remote(name)]
     paths = {name: path for name in names if (path := Path(local_path(name))).exists()}
     folders: Counter[Path] = Counter()
     for name, path in paths.items():

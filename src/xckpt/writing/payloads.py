@@ -68,6 +68,7 @@ class Gathered(NamedTuple):
     attr_types: Mapping[str, str]  # element types that attributes have in the old file
     opened: str = ""  # path or URL that they were opened from
     config: Any = None  # in the attributes when they were opened
+    merged: tuple[str, ...] = ()  # paths or URLs of adapters and updates
 
 
 def stored_payload(

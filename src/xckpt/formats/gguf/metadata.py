@@ -52,7 +52,7 @@ def _packed(dtype: str, values: Sequence[Any]) -> bytes | None:
         data = layout.pack(*values)
     except (struct.error, OverflowError):
         return None
-    if dtype == "float32":
+    if dtype.startswith("float"):
         pairs = zip(layout.unpack(data), values, strict=True)
         if any(a != b and (a == a or b == b) for a, b in pairs):  # noqa: PLR0124  NaN
             return None
