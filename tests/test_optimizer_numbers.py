@@ -154,9 +154,9 @@ def test_the_caller_may_give_the_order() -> None:
     assert numbers(joined) == {name: at for at, name in enumerate(order)}
     with pytest.raises(ValueError, match=r"parameters has 2 names, and the optimizer 3"):
         xckpt.join_optimizer(model(), optimizer, parameters=order[:2])
-    with pytest.raises(ValueError, match=r"'state.2.step' is of 'fc', which the model lacks"):
+    with pytest.raises(ValueError, match=r"'state.2.exp_avg' is of 'fc', which the model lacks"):
         xckpt.join_optimizer(model(), optimizer, parameters=[*order[:2], "fc"])
-    with pytest.raises(ValueError, match=r"'state.2.step' .*\(4,\).* 'fc.bias' of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"'state.2.exp_avg' .*\(4,\).* 'fc.bias' of shape \(2,\)"):
         xckpt.join_optimizer(model(), optimizer, parameters=[*order[:2], "fc.bias"])
 
 
@@ -282,15 +282,17 @@ def refused(shapes: Mapping[str, tuple[int, ...]], optimizer: xr.Dataset, match:
 def test_the_first_shape_that_differs_is_named() -> None:
     shapes = [NET[name] for name in TRAINED]
     shapes[2:] = [(5,), (4,), (4, 2), (2,)]
-    match = r"'state.2.step' .*\(5,\).*place in the model is 'bn.weight' of shape \(4,\)"
+    match = r"'state.2.exp_avg' .*\(5,\).*place in the model is 'bn.weight' of shape \(4,\)"
     refused(NET, state(shapes), match)
     swapped = [NET[name] for name in TRAINED]
     swapped[0], swapped[1] = swapped[1], swapped[0]
-    refused(NET, state(swapped), r"'state.0.step' .*'conv.weight'")
+    refused(NET, state(swapped), r"'state.0.exp_avg' .*'conv.weight'")
 
 
 def test_an_optimizer_of_a_larger_model() -> None:
-    refused(NET, state([*(NET[n] for n in TRAINED), (9,)]), r"'state.6.step' of shape \(9,\) none")
+    refused(
+        NET, state([*(NET[n] for n in TRAINED), (9,)]), r"'state.6.exp_avg' of shape \(9,\) none"
+    )
 
 
 @pytest.mark.parametrize(

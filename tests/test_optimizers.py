@@ -228,6 +228,53 @@ def test_wrappers_anywhere_in_a_name() -> None:
     assert {"fc.weight:exp_avg", "fc.bias:step"} <= set(joined.data_vars)
 
 
+@pytest.mark.parametrize(
+    "above", ["0", "1.0", "inner_opt_state.0", "inner_state.0", "inner_states.slow.inner_state.0"]
+)
+@pytest.mark.parametrize("separator", [".", "/"])
+@pytest.mark.parametrize("field", ["mu", "nu", "trace", "v", "ema", "sum_of_squares"])
+def test_state_below_numbers_and_labels(above: str, separator: str, field: str) -> None:
+    def named(name: str) -> str:
+        return name.replace(".", separator)
+
+    arrays = {named("params.fc.kernel"): (("in", "out"), WEIGHT)}
+    state = {
+        named(f"opt_state.{above}.{field}.fc.kernel"): (("a", "b"), WEIGHT),
+        named(f"opt_state.{above}.count"): ((), np.int32(3)),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        joined = xckpt.join_optimizer(xr.Dataset(arrays), xr.Dataset(state))
+    moment = joined[f"{named('params.fc.kernel')}:{field}"]
+    assert moment.dims == ("in", "out")
+
+
+def test_state_of_optax_is_of_the_parameters_with_its_names(tmp_path: Path) -> None:
+    optax = pytest.importorskip("optax")
+    serialization = pytest.importorskip("flax.serialization")
+    params = {"layers_0": {"kernel": np.ones((3, 4), "f4")}, "head": {"bias": np.ones(2, "f4")}}
+    labels = {"layers_0": "slow", "head": "fast"}
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3), optax.ema(0.9))
+    by_label = {"slow": optax.adam(1e-3), "fast": optax.sgd(1e-2, 0.9)}
+    expected = {"layers_0.kernel": {"mu", "nu"}, "head.bias": {"mu", "nu"}}
+    for made, fields in (
+        (optax.MultiSteps(chain, 2), {n: {*f, "ema", "acc_grads"} for n, f in expected.items()}),
+        (optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3), expected),
+        (
+            optax.multi_transform(by_label, labels),
+            {"layers_0.kernel": {"mu", "nu"}, "head.bias": {"trace"}},
+        ),
+    ):
+        tree = {"params": params, "opt_state": made.init(params), "step": np.int32(3)}
+        (tmp_path / "m.msgpack").write_bytes(serialization.to_bytes(tree))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            joined = xckpt.join_optimizer(tmp_path / "m.msgpack")
+        states = [str(name).replace("/", ".") for name in joined.data_vars if ":" in str(name)]
+        names = {f"params.{n}:{field}" for n, of_one in fields.items() for field in of_one}
+        assert {*states} == names
+
+
 def test_the_longest_matching_parameter_name_wins() -> None:
     model = xr.Dataset({"a": ("x", BIAS), "a.b": ("x", BIAS)})
     joined = xckpt.join_optimizer(model, xr.Dataset({"a.b.m": ("x", BIAS), "a.m": ("x", BIAS)}))

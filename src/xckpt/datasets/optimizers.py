@@ -35,7 +35,7 @@ _ENTRY = re.compile(
 )
 # Roles of tensors other than parameters, if their names leave no doubt.
 _NOT_TRAINED = frozenset({Role.STATISTIC, Role.COUNTER, Role.AVERAGE, Role.MOMENT, Role.MASTER})
-_REMEDY = "pass parameters=[...], the names in the order in which the optimizer got them"
+_REMEDY = "pass parameters=[...], the names in the order of the optimizer, group after group"
 
 
 class NumberedState(NamedTuple):
@@ -252,7 +252,8 @@ def _is_ordered(names: Iterable[str]) -> bool:
 
 
 def _some(numbers: NumberedState, number: int) -> str:
-    field = next(iter(numbers.states.get(number, ())), "")
+    fields = numbers.states.get(number, {})
+    field = next((name for name in fields if name in WHOLE), next(iter(fields), ""))
     return shown(numbers.name_of(number, field)) if field else f"parameter {number}"
 
 
@@ -267,9 +268,13 @@ def _require_shape(
 
 
 _OF_OPTIMIZERS = frozenset({Role.MOMENT, Role.MASTER, Role.STEP})
+_SEPARATORS = re.compile(r"[./]")
 _BY_ID = re.compile(r"(\d+)\.(.+)", re.DOTALL | re.ASCII)
-# Fields of the state of torch.optim and similar optimizers.
-_FIELDS = WHOLE | {"step", "eta", "mu"}
+# Fields of the state of torch.optim, optax and similar optimizers.
+_FIELDS = WHOLE | {
+    *("step", "eta", "mu", "nu", "trace", "v", "v_row", "v_col", "acc_grads", "sum_of_squares"),
+    *("ema", "z"),
+}
 # Components that wrappers of modules insert anywhere in names.
 _WRAPPERS = frozenset(
     {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_flat_param"}
@@ -277,7 +282,8 @@ _WRAPPERS = frozenset(
 # First components of names in a file with the state of a whole training.
 _ABOVE = frozenset({
     "app", "model", "optimizer", "optim", "state", "optimizer_state", "optim_state",
-    "optimizer_state_dict", "base_optimizer_state",
+    "optimizer_state_dict", "base_optimizer_state", "params", "opt_state", "inner_state",
+    "inner_states", "inner_opt_state",
 })  # fmt: skip
 
 
@@ -288,8 +294,9 @@ def training_parts(training: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
     ).roles
     state = [name for name, role in roles.items() if role in _OF_OPTIMIZERS]
     if not state:
+        facts = "".join(f" ({fact})" for fact in training.encoding.get("facts", ()))
         raise ValueError(
-            "it has no state of an optimizer; give the Dataset or the path of one as well: "
+            f"it has no state of an optimizer{facts}; give the Dataset or the path of one as well: "
             "join_optimizer(model, optimizer)"
         )
     model = training.drop_vars(state)
@@ -314,9 +321,9 @@ def attach(
         attached_states += [_State(name, state, *owner, field, suffix) for owner in owners.items()]
         if not owners:
             attached_states.append(_State(name, state))
-            lost += [name] if _is_state(tensor) else []
+            lost += [name] if _is_state(tensor, has_ids=bool(targets.by_id)) else []
     if all(state.parameter is None for state in attached_states):
-        raise ValueError(_nothing_shared(targets, lost))
+        raise ValueError(_nothing_shared(targets, lost, [*states]))
     if lost:
         text = f"{len(lost)} variables of the optimizer, {shown(lost[0])} the first, belong to no"
         warn(f"{text} parameter of the model")
@@ -364,7 +371,7 @@ class _Parameters:
         # Names without wrappers and first components, if they identify a single parameter.
         self._bare: dict[str, _Owners] = {}
         for parameter, owner in self.by_name.items():
-            bare = _without_wrappers(parameter.split("."))
+            bare = _without_wrappers(_SEPARATORS.split(parameter))
             while len(bare) > 1 and bare[0] in _ABOVE:
                 del bare[0]
             self._bare.setdefault(".".join(bare), {}).update(owner)
@@ -372,10 +379,10 @@ class _Parameters:
 
     def owners(self, name: str) -> tuple[_Owners, str]:
         """Return the parameters that state belongs to, and its field; empty without a match."""
-        path = name.split(".")
-        for by_name, components in ((self.by_name, path), (self._bare, _without_wrappers(path))):
+        bare = _without_wrappers(_SEPARATORS.split(name))
+        for by_name, components in ((self.by_name, name.split(".")), (self._bare, bare)):
             for start in range(len(components)):
-                if start and components[start - 1] not in _ABOVE:
+                if not _are_above(components[max(start - 2, 0) : start]):
                     break
                 inner = components[start:]
                 by_id = _BY_ID.fullmatch(".".join(inner))
@@ -423,27 +430,36 @@ def _owners_by_number(
     return result
 
 
+def _are_above(last: Sequence[str]) -> bool:
+    """Return whether the last two components before a name are of no parameter.
+
+    optax numbers the optimizers of a chain, and ``multi_transform`` labels them.
+    """
+    return not last or last[-1] in _ABOVE or last[-1].isdecimal() or last[0] == "inner_states"
+
+
 def _without_wrappers(path: Sequence[str]) -> list[str]:
     return [component for component in path if component not in _WRAPPERS]
 
 
-def _is_state(name: str) -> bool:
+def _is_state(name: str, *, has_ids: bool) -> bool:
     """Return whether a name looks like a field of the state of a parameter."""
-    path = name.split(".")
+    path = _SEPARATORS.split(name)
     while len(path) > 1 and path[0] in _ABOVE | _WRAPPERS:
         del path[0]
     is_field = len(path) > 1 and not _FIELDS.isdisjoint({path[0], path[-1]})
-    return is_field or _BY_ID.fullmatch(".".join(path)) is not None
+    return is_field or (has_ids and _BY_ID.fullmatch(".".join(path)) is not None)
 
 
-def _nothing_shared(parameters: _Parameters, lost: Sequence[str]) -> str:
+def _nothing_shared(parameters: _Parameters, lost: Sequence[str], states: Sequence[str]) -> str:
     first = next(iter(parameters.by_name), None)
     has = f"; {shown(first)} is in the model" if first is not None else ""
     if not parameters.by_id:
-        example = f", {shown(lost[0])} for one" if lost else ""
+        example = f", {shown((lost or states)[0])} for one" if states else ""
         return (
             "the model has no parameters with the attribute 'param_id', and none of a name that is "
-            f"in the names of the optimizer{example}{has}"
+            f"in the names of the optimizer{example}{has} (rename the tensors of one "
+            "side if both are of one checkpoint)"
         )
     if not lost:
         return (
