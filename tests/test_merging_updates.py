@@ -381,6 +381,11 @@ class TestUpdates:
                 with pytest.raises(ValueError, match=r"nothing to merge: .* has no tensors"):
                     base.ckpt.merge(change, scale=scale)
 
+    def test_a_difference_without_common_names_says_how_to_rename(self, base: xr.Dataset) -> None:
+        other = base.rename({name: f"state_dict.{name}" for name in base})
+        with pytest.raises(ValueError, match=r"nothing to merge: .*b\.rename.*names='auto'"):
+            base.ckpt.merge(other - base)
+
     @pytest.mark.parametrize("name", [K, FC], ids=["square", "oblong"])
     @pytest.mark.parametrize("options", [{}, {"stack": True}], ids=["plain", "stacked"])
     def test_axes_are_matched_by_their_names(

@@ -2366,6 +2366,31 @@ class TestEditedConfigs:
         ds.ckpt.save("out/")
         assert config("out").keys() == LLAMA.keys() - {removed} | {"rope_theta"}
 
+    def test_some_values_without_the_type_are_edits_of_the_others(self) -> None:
+        stated = {"architectures": ["LlamaModel"], "use_cache": False}
+        ds = xckpt.open("a").drop_vars(HEAD)
+        ds.assign_attrs(config=stated).ckpt.save("out/")
+        xckpt.convert("a", "new/", tensors="model.*", set_attrs={"config": stated})
+        assert config("out") == config("new") == LLAMA | stated
+
+    @pytest.mark.parametrize("place", range(3))
+    def test_edits_of_a_sum_are_those_of_the_config_that_it_has(self, place: int) -> None:
+        configs = [LLAMA | {"rms_norm_eps": eps} for eps in (1e-5, 1e-6, 1e-7)]
+        write_model("c", 7)
+        for name, of_one in zip("abc", configs, strict=True):
+            Path(name, "config.json").write_text(json.dumps(of_one))
+        total = xckpt.open("a") + xckpt.open("b") + xckpt.open("c")
+        with pytest.warns(CheckpointWarning, match=r"b/ rms_norm_eps.*c/ rms_norm_eps"):
+            total.assign_attrs(config=configs[place] | {"use_cache": False}).ckpt.save("out/")
+        assert config("out") == LLAMA | {"rms_norm_eps": 1e-5, "use_cache": False}
+
+    def test_values_that_are_stated_are_those_of_no_source(self) -> None:
+        Path("b/config.json").write_text(json.dumps(LLAMA | {"rms_norm_eps": 1e-7}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            total().assign_attrs(config=LLAMA | {"rms_norm_eps": 1e-6}).ckpt.save("out/")
+        assert config("out")["rms_norm_eps"] == 1e-6
+
     def test_attributes_of_a_conversion_are_written(self) -> None:
         xckpt.convert("a", "out/", set_attrs={"config": {**LLAMA, "rope_theta": 5e5}})
         assert config("out") == LLAMA | {"rope_theta": 5e5}

@@ -23,7 +23,7 @@ from xckpt.arrays.keys import normalize, result_shape
 from xckpt.datasets.adapter_bases import fitted, match_bases, problem_of
 from xckpt.datasets.adapter_updates import matrices_of, rotary_order, update_rows
 from xckpt.datasets.adapters import Adapter, find_adapters
-from xckpt.datasets.losses import losses
+from xckpt.datasets.losses import NO_COMMON, losses
 from xckpt.datasets.row_orders import other_orders
 from xckpt.datasets.stacking import replace_tensors, unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, split_step
@@ -87,10 +87,10 @@ Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: float | None) -> Obj:
     """Return a model with an adapter, or with updates if `adapters` is empty, added to it."""
     if not changes.rows:
-        raise ValueError(
-            f"nothing to merge: {shown(changes.source) if changes.source else 'the object'} has no "
-            "tensors, as a pattern that matches none, or arithmetic, left them out"
+        source = (
+            f"{shown(changes.source)} has no tensors, as a pattern that matches none left them out"
         )
+        raise ValueError(f"nothing to merge: {source if changes.source else NO_COMMON}")
     _warn_of_operands(OpenTensors(obj), changes)
     is_model = scale != 1 and not adapters and (changes.format is not None or _is_model(changes))
     if is_model and scale is None:

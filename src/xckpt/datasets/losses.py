@@ -42,6 +42,14 @@ NO_TENSORS = (
     "it has no tensors; arithmetic keeps only those whose names both sides have "
     "(a.rename({old: new}) gives one another name)"
 )
+#: The reason why the result of arithmetic has no tensors.
+NO_COMMON = (
+    "the Dataset has no tensors: arithmetic keeps only those whose names both sides have, and "
+    "these have none in common, as one side has a prefix, such as 'module.' or '_orig_mod.' "
+    "(b.rename({name: 'module.' + name for name in b}) adds it), llama.cpp and transformers name "
+    "them differently, or Keras numbers its models (xckpt.compare(a, b, names='auto').ckpt.names "
+    "has those that belong together, and a.rename(names) gives a the names of b)"
+)
 # Beginning of the names of layers of arrays in memory, as dask names them.
 _IN_MEMORY = "array-"
 

@@ -67,7 +67,8 @@ def _other_values(
             config, of_other = (read_json(file) or {} for file in (path, other))
             new = parse_json(content_bytes(written))
             for key in [key for key in config if key in of_other and key not in _OF_FILES]:
-                if of_other[key] not in [config[key], new.get(key)]:
+                # Not edited, and not corrected.
+                if new.get(key, ...) == config[key] != of_other[key]:
                     values = f" {of_other[key]} ({config[key]})"
                     is_plain = not isinstance(config[key], list | dict)
                     yield change, f"{other.parent.name}/ {key}{values if is_plain else ''}"

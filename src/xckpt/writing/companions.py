@@ -78,7 +78,10 @@ _CORRECTED_ATTRS = "attributes have new values, as the tensors have"
 _CONTRADICTED_ATTRS = "attributes that the tensors contradict"
 _TOKENS = "tokenizer.ggml.tokens"
 _OTHER_TOKENS = "lists of the tokenizer stay as they are, which llama.cpp compares with the tables"
-_ADDED = "tensors that {}/ lacks, which libraries ignore or refuse"
+_ADDED = (
+    "tensors that {}/ lacks, which libraries ignore or refuse (unless attrs['config'] states their "
+    "class in 'architectures', and the labels of a head)"
+)
 _OTHER_EXPERTS = "rows of routers that are in another order than the experts"
 _UNKNOWN_TOKENS = "{} names tokens that have no row"
 _MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers in {})"

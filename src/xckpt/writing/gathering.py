@@ -27,7 +27,7 @@ from xckpt.arrays.derived import is_combined, lazies_in, with_blocks
 from xckpt.arrays.graph import lazy_of
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.datasets.combining import factor_changes, unrounded
-from xckpt.datasets.losses import NO_TENSORS, SourceShapes, losses
+from xckpt.datasets.losses import NO_COMMON, NO_TENSORS, SourceShapes, losses
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.row_orders import other_orders
 from xckpt.datasets.stacking import lost_stacks
@@ -68,13 +68,6 @@ _BROADCAST = (
 _ONE_OF_TIED = (
     "tensors that keep their old values, though another one that was the same memory has new ones "
     "(assign both, or drop these)"
-)
-_NO_COMMON = (
-    "the Dataset has no tensors: arithmetic keeps only those whose names both sides have, and "
-    "these have none in common, as one side has a prefix, such as 'module.' or '_orig_mod.' "
-    "(b.rename({name: 'module.' + name for name in b}) adds it), llama.cpp and transformers name "
-    "them differently, or Keras numbers its models (xckpt.compare(a, b, names='auto').ckpt.names "
-    "has those that belong together, and a.rename(names) gives a the names of b)"
 )
 _TREE_AND_DATASET = (
     "the DataTree has no tensors: a DataTree and a Dataset have no names of tensors in common, and "
@@ -177,7 +170,7 @@ def note_losses(obj: Any, changes: Changes, *, is_model: bool) -> None:
         if is_model or of_file or model_facts(obj.attrs).sizes:
             if lost:
                 raise ValueError(f"the Dataset has no tensors: {lost[0]}")
-            raise ValueError(_NO_COMMON if isinstance(obj, xr.Dataset) else _TREE_AND_DATASET)
+            raise ValueError(NO_COMMON if isinstance(obj, xr.Dataset) else _TREE_AND_DATASET)
         changes.add_all(NO_TENSORS, [] if lost else [type(obj).__name__])
 
 

@@ -45,6 +45,8 @@ _ADAPTER = "adapter_model"
 _STEMS = frozenset({_ADAPTER, "adapters", "diffusion_pytorch_model"})
 #: Key of the type of a model.
 TYPE = "model_type"
+# Keys of configs that state the kind of a model or adapter, of which each has one.
+_KINDS = frozenset({TYPE, "_class_name", "architecture", "peft_type"})
 # First words of attributes that describe an optimizer, too.
 _SCHEDULES = frozenset({"lr_scheduler", "lr_schedulers"})
 _MOST_FOLDERS = 16
@@ -92,16 +94,19 @@ class Origin:
     def edited(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config in the folder with the values that the user edited in the attributes."""
         edited = self.configs.get(name)
+        if edited is None:
+            return dict(config)
+        if not _KINDS.isdisjoint(config) and _KINDS.isdisjoint(edited):  # some values
+            return {**config, **edited}
         before = self.opened if name == CONFIG else None
         unedited = [before]
         if before is None:
+            # Sums have the config of any model, and lack those that differ.
             paths = [path for folder in self.others if is_readable(path := folder / name)]
-            before, unedited = (
-                config,
-                [config, _config_in(self.in_file, name), *map(read_json, paths)],
-            )
-        if edited is None or edited in unedited:
+            unedited = [config, _config_in(self.in_file, name), *map(read_json, paths)]
+        if edited in unedited:
             return dict(config)
+        before = min(filter(None, unedited), key=partial(_count_of_differences, edited))
         if before.get(TYPE) != config.get(TYPE):  # the config of another model was edited
             return dict(edited)
         new = {key: value for key, value in edited.items() if before.get(key, ...) != value}
@@ -204,6 +209,10 @@ def origin_of(gathered: Gathered) -> Origin:
             if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
                 return origins[-1]
     return origins[0] if origins else Origin(configs=configs)
+
+
+def _count_of_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> int:
+    return sum(a.get(key, ...) != b.get(key, ...) for key in {*a, *b})
 
 
 def _config_in(attrs: Mapping[str, Any], name: str) -> dict[str, Any] | None:
