@@ -122,6 +122,20 @@ def test_a_step_with_one_item_opens_as_that_item(version: str, tmp_path: Path) -
     )
 
 
+def test_times_of_steps_are_no_metrics_and_no_difference(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (tmp_path / f"{step}").mkdir()
+        write(tmp_path / f"{step}" / "params", ARRAYS)
+        times = {"init_timestamp_nsecs": 10**18 + step, "commit_timestamp_nsecs": 10**18 + step}
+        stated = times | {"metrics": {"loss": 1 / step}}
+        (tmp_path / f"{step}" / "_CHECKPOINT_METADATA").write_text(json.dumps(stated))
+    table = xckpt.open_steps(tmp_path).ckpt.summary(changes=True)
+    assert [name for kind, name in table.index if kind == "metric"] == ["loss"]
+    result = xckpt.compare(tmp_path / "10", tmp_path / "20")
+    assert [key for key in result.attrs["attributes"] if "timestamp" in str(key)] == []
+    assert "loss" in str(result.attrs["attributes"])
+
+
 @pytest.mark.parametrize("handlers", [{"params": "x", "state": "y", "meta": "z"}, None])
 def test_several_items_of_a_step_are_side_by_side(
     handlers: dict[str, str] | None, tmp_path: Path

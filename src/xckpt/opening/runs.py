@@ -148,11 +148,14 @@ _MOST_METRICS = 100
 def run_metrics(ds: xr.Dataset, dim: str) -> dict[str, list[float]]:
     """Return the metrics of a Dataset of `open_steps` by name: a number for each step, or NaN."""
     steps = ds.variables[dim].to_numpy().tolist()
+    format = ds.encoding.get("format")
+    of_storage = formats.get(format).storage_attrs if format in formats.names() else ()
     # Attributes that vary between the files are coordinates.
     metrics = {
         str(name): coord.to_numpy().astype(np.float64).tolist()
         for name, coord in ds.coords.items()
         if coord.dims == (dim,) and name != dim and coord.dtype.kind in "iuf"
+        if name not in of_storage
     }
     files: Mapping[int, str] | Any = ds.variables[dim].encoding.get("steps")
     logs = _logs({step: files.get(step, "") for step in steps} if isinstance(files, dict) else {})

@@ -58,7 +58,8 @@ _PLACEHOLDER = "PLACEHOLDER://"
 _ITEM_FOLDERS = ("", "jax_random_key/", "np_random_key/")
 _ONLY_ARRAY = "checkpoint"
 _ITEM_MARKS = (_MANIFEST, _TREE, *[f"{_ONLY_ARRAY}/{name}" for name in zarr.DOCUMENTS])
-_STATED = ("metrics", "custom_metadata", "init_timestamp_nsecs", "commit_timestamp_nsecs")
+_TIMES = ("init_timestamp_nsecs", "commit_timestamp_nsecs")
+_STATED = ("metrics", "custom_metadata", *_TIMES)
 
 Path = tuple[str, ...]
 
@@ -68,6 +69,7 @@ class Orbax(Format):
 
     name = "orbax"
     description = "Orbax checkpoints of JAX"
+    storage_attrs = _TIMES
     shared_suffixes = ("/checkpoint",)
     folder_marks = (_MANIFEST, _TREE, _OLD_TREE, _STEP)
 
