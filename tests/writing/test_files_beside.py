@@ -137,6 +137,21 @@ class TestProcessingOfImages:
         nested = json.loads(Path("out/processor_config.json").read_text())
         assert nested == inner | {"image_processor": expected}
 
+    @pytest.mark.parametrize("is_inner", [False, True])
+    def test_values_of_channels_that_are_gone_are_named(self, is_inner: bool) -> None:
+        stated: dict[str, Any] = {"model_type": "vit", "num_channels": 3, "patch_size": 2}
+        place = "embeddings.patch_embeddings.projection.weight"
+        processing: dict[str, Any] = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5]}
+        processing = {"image_processor": processing} if is_inner else processing
+        tensors = {place: np.ones((8, 3, 2, 2), "f4"), "norm.weight": np.ones(8, "f4")}
+        write("a", tensors, config=stated, preprocessor_config=processing)
+        ds = xckpt.open("a")
+        grey = ds[place].isel({ds[place].dims[1]: [0]})
+        new = ds.drop_vars(place).assign({place: grey.rename({grey.dims[1]: "grey"})})
+        text = r"no longer have.*'preprocessor_config\.json: image_mean'$"
+        with pytest.warns(CheckpointWarning, match=text):
+            new.assign_attrs(config={"num_channels": 1}).ckpt.save("out/")
+
     def test_files_stay_without_another_size(self) -> None:
         processing = {"size": {"height": 8, "width": 8}}
         write("a", llama(0), config=LLAMA | {"image_size": 8}, preprocessor_config=processing)
@@ -180,7 +195,7 @@ def test_a_second_tensor_of_another_prefix_is_named(prefix: str, is_edited: bool
     second = f"{prefix}{norm}" if prefix else norm.removeprefix("model.")
     new = ds.assign({second: ds[norm] * 2})
     stated = LLAMA | ({"architectures": ["LlamaForSequenceClassification"]} if is_edited else {})
-    with pytest.warns(CheckpointWarning, match=f"ignore or refuse: '{second}'"):
+    with pytest.warns(CheckpointWarning, match=f"libraries take one: '{second}'"):
         new.assign_attrs(config=stated).ckpt.save("out/")
 
 

@@ -98,6 +98,7 @@ def fit_config(
     fit.missing = _missing(fit, structure, old, new, removed.union(fit.exchanged))
     _fit_missing_head(fit, structure, old, tied)
     if not fit.renamed:
+        fit.repeated = _repeated(fit, old, new)
         fit.added = _added(fit, {} if edited is None else edited, old, new)
     if _CLASSES in fit.edited:  # another class of model has other modules, such as its head
         fit.missing = _below_same_modules(fit.missing, new)
@@ -149,22 +150,25 @@ def _old_shape(
     return shapes.pop() if len(shapes) == 1 else old[name]
 
 
+def _repeated(fit: ConfigFit, old: Collection[str], new: Collection[str]) -> list[str]:
+    """Return the tensors that the model lacks, and that another one differs from by a prefix."""
+    bare = Counter([_without_prefix(name, fit.config) for name in new])
+    return [n for n in new if n not in old and bare[_without_prefix(n, fit.config)] > 1]
+
+
 def _added(
     fit: ConfigFit, edited: Mapping[str, Any], old: Collection[str], new: Collection[str]
 ) -> list[str]:
     """Return the tensors that the model lacks, and that no edit of the config is about."""
-    known = {_without_numbers(name, fit.config) for name in old}
-    # Loaders take one of two tensors whose names differ by a prefix.
-    bare = Counter([_without_prefix(name, fit.config) for name in new])
-    twice = [n for n in new if n not in old and bare[_without_prefix(n, fit.config)] > 1]
+    known = {_without_numbers(name, fit.config) for name in (*old, *fit.repeated)}
     added = [name for name in new if _without_numbers(name, fit.config) not in known]
     if _CLASSES in fit.edited:
-        return twice + in_some_layers(added, new)
+        return in_some_layers(added, new)
     flags = [key for key in fit.edited if edited.get(key) is True]  # such as `attention_bias`
     words = {word for key in flags for word in key.split("_")}
     stated = [name for name in added if not words.isdisjoint(_WORD_ENDS.split(name))]
     expected = {*stated}.difference(in_some_layers(stated, new))
-    return twice + [name for name in added if name not in expected]
+    return [name for name in added if name not in expected]
 
 
 def _implied_head_dim(config: Mapping[str, Any]) -> dict[str, int]:

@@ -28,6 +28,7 @@ _OTHER_INPUTS: list[Place] = [(_OF_WEIGHTS, "test_input_size"), (_OF_WEIGHTS, "m
 #: Keys of transformers, of a model and of the processing of its images.
 _OF_IMAGES, _PROCESSOR = "image_size", "image_processor"
 _PROCESSED = frozenset({"size", "crop_size"})
+_OF_CHANNELS, _CHANNEL_VALUES = "num_channels", ("image_mean", "image_std")
 _POSITIONS = re.compile(r"(?:.*[./])?pos\w*_embed\w*(?:\.weight)?")
 # Rows of tables of positions beside patches, for classes, distillation and registers.
 _MOST_EXTRA = 6
@@ -212,11 +213,37 @@ def with_new_images(
 
     `before` and `after` are configs of a model of transformers.
     """
-    places = [("", _OF_IMAGES), *((key, _OF_IMAGES) for key in before if key.endswith("_config"))]
-    sizes = {(_size(_value(before, place)), _size(_value(after, place))) for place in places}
+    sizes = {
+        (_size(_value(before, place)), _size(_value(after, place)))
+        for place in _places(before, _OF_IMAGES)
+    }
     changed = [(old, new) for old, new in sizes if old and new and old != new]
     squares = [(old[0], new[0]) for old, new in changed if len({*old}) == len({*new}) == 1]
     return _scaled(document, *squares[0]) if len(changed) == len(squares) == 1 else dict(document)
+
+
+def values_of_channels(
+    document: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[str]:
+    """Return the keys of image processing with a value for each channel that images had before."""
+    numbers = [
+        _value(before, place)
+        for place in _places(before, _OF_CHANNELS)
+        if _value(after, place) not in {None, _value(before, place)}
+    ]
+    inner = document.get(_PROCESSOR)
+    sections = [document, inner if isinstance(inner, dict) else {}]
+    return [
+        key
+        for section in sections
+        for key in _CHANNEL_VALUES
+        if isinstance(section.get(key), list) and len(section[key]) in numbers
+    ]
+
+
+def _places(config: Mapping[str, Any], key: str) -> list[Place]:
+    """Return the places of a key in a config and in the configs of its towers."""
+    return [("", key), *((section, key) for section in config if section.endswith("_config"))]
 
 
 def _scaled(document: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:

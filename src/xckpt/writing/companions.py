@@ -35,7 +35,7 @@ from xckpt.structure.config_fit import (
     tokens_without_row,
     untie_head,
 )
-from xckpt.structure.config_images import check_channels, with_new_images
+from xckpt.structure.config_images import check_channels, values_of_channels, with_new_images
 from xckpt.structure.config_layers import edited_kinds
 from xckpt.structure.facts import is_gguf, model_facts, sections_of, sizes_stated_in
 from xckpt.structure.info import Described
@@ -82,6 +82,7 @@ _ADDED = (
     "tensors that {}/ lacks, which libraries ignore or refuse (unless attrs['config'] states their "
     "class in 'architectures', and the labels of a head)"
 )
+_REPEATED = "tensors whose names differ by a prefix from others, of which libraries take one"
 _OTHER_EXPERTS = "rows of routers that are in another order than the experts"
 _UNKNOWN_TOKENS = "{} names tokens that have no row"
 _MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers in {})"
@@ -89,6 +90,7 @@ _MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers in {}
 _READ = frozenset({*PARSED, ADAPTER_CONFIG, GENERATION, *_OF_IMAGES})
 _OF_MODULES = "modules that were not opened (open, combine and save each, into the new folder)"
 _NEW_IMAGES = "{} has new values, as config.json has"
+_OLD_CHANNELS = "values for each channel that images no longer have (state them in that file)"
 _NO_TABLE = "no table of tokens is written"
 _EXCHANGED = "tensors that layers no longer have, as the edited {} of config.json must state"
 _REORDERED = "the rows of the vocabulary are in another order"
@@ -210,12 +212,14 @@ def companions_of(
     written = new.get(CONFIG) if CONFIG in contents else None
     notes = (
         notes_of(origin, contents, beside.files, tokenizer, is_compared=bool(before)),
-        _other_parts(beside, contents, new),
+        _other_parts(beside, contents, new, (in_file, fitted)),
         other_types(written or {}, config, [t for t in before if t.name not in dense], after),
     )
     for change, name in chain.from_iterable(notes):
         changes.add(change, name)
-    changes.add_all(_ADDED.format(place.name), fit.added if CONFIG in beside.files else ())
+    if CONFIG in beside.files:
+        changes.add_all(_REPEATED, fit.repeated)
+        changes.add_all(_ADDED.format(place.name), fit.added)
     _add_changes(changes, contents, fit, target, generation)
     return Companions(contents)
 
@@ -266,13 +270,18 @@ def _beside(origin: Origin, tokenizer: ChosenTokenizer) -> _Beside:
 
 
 def _other_parts(
-    beside: _Beside, contents: Collection[str], documents: Mapping[str, dict[str, Any]]
+    beside: _Beside,
+    contents: Collection[str],
+    documents: Mapping[str, dict[str, Any]],
+    configs: tuple[Mapping[str, Any], Mapping[str, Any]],
 ) -> Iterator[tuple[str, str]]:
-    """Yield notes of images of another size, and of modules that are not written."""
+    """Yield notes of images of another size or other channels, and of modules left out."""
     for name in [name for name in _OF_IMAGES if name in contents]:
         before, after = beside.unedited(name), documents.get(name, {})
         for key in [key for key in after if after[key] != before[key]]:
             yield _NEW_IMAGES.format(name), key
+        for key in values_of_channels(after, *configs):
+            yield _OLD_CHANNELS, f"{name}: {key}"
     for name, folder in beside.modules.items():
         yield _OF_MODULES, f"{folder.name}/{name}"
 
