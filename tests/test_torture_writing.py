@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 CASE = "save safetensors over"
 
 # Python 3.12 and newer warn if threads exist at a fork; none of them is used here.
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+# JAX, which other tests may have imported, warns of the same.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*fork:DeprecationWarning", "ignore:.*fork.*JAX:RuntimeWarning"
+)
 
 
 @pytest.fixture(autouse=True)

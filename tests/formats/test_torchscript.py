@@ -100,6 +100,7 @@ def test_damaged_constants_are_errors_of_the_package(constants: bytes) -> None:
         np.testing.assert_array_equal(ds["bias"], B)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # of files that exist all the same
 def test_torch_writes_such_programs() -> None:
     torch = pytest.importorskip("torch", reason="needs PyTorch")
     linear = torch.nn.Linear(3, 2).eval()
