@@ -195,7 +195,7 @@ def test_a_second_tensor_of_another_prefix_is_named(prefix: str, is_edited: bool
     second = f"{prefix}{norm}" if prefix else norm.removeprefix("model.")
     new = ds.assign({second: ds[norm] * 2})
     stated = LLAMA | ({"architectures": ["LlamaForSequenceClassification"]} if is_edited else {})
-    with pytest.warns(CheckpointWarning, match=f"libraries take one: '{second}'"):
+    with pytest.warns(CheckpointWarning, match=f"libraries take one of both: '{second}'"):
         new.assign_attrs(config=stated).ckpt.save("out/")
 
 

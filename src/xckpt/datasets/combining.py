@@ -140,7 +140,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     }
     tied_names = {} if model.structure.facts.is_untied else shared | stored_twice(model, matches)
     result = replace_tensors(obj, untied | _followers(tied_names, matches, merged) | merged | new)
-    # A result in memory has these files no longer in its graph.
+    # The graph of a result in memory no longer has these files.
     sources = dict.fromkeys([*model.merged, changes.source, *changes.origins(_MOST_TRIED)])
     result.encoding = {**result.encoding, "merged": tuple(filter(None, sources))}
     return result

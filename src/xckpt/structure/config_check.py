@@ -60,7 +60,7 @@ class ConfigFit:
     exchanged: list[str] = field(default_factory=list)
     #: Tensors that the model lacks, also under another number of a layer.
     added: list[str] = field(default_factory=list)
-    #: New tensors whose names differ by a prefix from those of others.
+    #: New tensors with the name of another one after a prefix, or without one.
     repeated: list[str] = field(default_factory=list)
     #: Whether the vocabulary lost rows, has another number of rows, or has them in another order.
     has_fewer_tokens: bool = False

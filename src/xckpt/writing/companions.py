@@ -82,7 +82,7 @@ _ADDED = (
     "tensors that {}/ lacks, which libraries ignore or refuse (unless attrs['config'] states their "
     "class in 'architectures', and the labels of a head)"
 )
-_REPEATED = "tensors whose names differ by a prefix from others, of which libraries take one"
+_REPEATED = "tensors with the names of others except for a prefix; libraries take one of both"
 _OTHER_EXPERTS = "rows of routers that are in another order than the experts"
 _UNKNOWN_TOKENS = "{} names tokens that have no row"
 _MOVED_TOKENS = "{} names tokens whose rows moved (state their new numbers in {})"

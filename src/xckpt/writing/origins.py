@@ -45,7 +45,7 @@ _ADAPTER = "adapter_model"
 _STEMS = frozenset({_ADAPTER, "adapters", "diffusion_pytorch_model"})
 #: Key of the type of a model.
 TYPE = "model_type"
-# Keys of configs that state the kind of a model or adapter, of which each has one.
+# Keys that state the kind of a model or adapter; each config has one of them.
 _KINDS = frozenset({TYPE, "_class_name", "architecture", "peft_type"})
 # First words of attributes that describe an optimizer, too.
 _SCHEDULES = frozenset({"lr_scheduler", "lr_schedulers"})
@@ -106,7 +106,8 @@ class Origin:
             unedited = [config, _config_in(self.in_file, name), *map(read_json, paths)]
         if edited in unedited:
             return dict(config)
-        before = min(filter(None, unedited), key=partial(_count_of_differences, edited))
+        differences = partial(_count_of_differences, edited)
+        before = min(filter(None, unedited), key=differences, default=config)
         if before.get(TYPE) != config.get(TYPE):  # the config of another model was edited
             return dict(edited)
         new = {key: value for key, value in edited.items() if before.get(key, ...) != value}
