@@ -229,6 +229,17 @@ def test_a_folder_with_folders() -> None:
     assert hint_of(caught.value).ckpt.format == "npz"
 
 
+def test_the_parts_of_a_pipeline_in_each_step_are_suggested() -> None:
+    for step in (9, 10):
+        for part in ("text_encoder", "unet"):
+            Path(f"run/checkpoint-{step}/{part}").mkdir(parents=True)
+            shutil.copy("m.npz", f"run/checkpoint-{step}/{part}/model.npz")
+    for call in (xckpt.open, xckpt.open_steps):
+        with pytest.raises(IsADirectoryError) as caught:
+            call("run")
+        assert hint_of(caught.value).sizes["step"] == 2
+
+
 def test_a_folder_with_files_and_folders_suggests_no_folder() -> None:
     Path("bad").mkdir()
     shutil.copy("m.npz", "bad/m.npz")

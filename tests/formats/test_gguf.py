@@ -354,6 +354,16 @@ class TestSaving:
         assert index.tensors["w"].dtype == (dtype or "float32")
         assert index.attrs["general.file_type"] == code
 
+    def test_a_file_of_several_types_is_not_all_of_one(self, tmp_path: Path) -> None:
+        tensors = {"w": ("o", np.ones(64, "f4")), "norm": ("i", np.ones(4, "f4"))}
+        ds = xr.Dataset(tensors, attrs={"general.architecture": "x", "general.file_type": 0})
+        xckpt.save(ds, tmp_path / "a.gguf")
+        assert read_index(tmp_path / "a.gguf").attrs["general.file_type"] == 0
+        xckpt.convert(
+            tmp_path / "a.gguf", tmp_path / "b.gguf", encoding={"w": {"dtype": "float16"}}
+        )
+        assert read_index(tmp_path / "b.gguf").attrs["general.file_type"] == 1
+
     def test_moved_layers_keep_their_blocks(self, tmp_path: Path) -> None:
         shape = (4, 256)
         kinds = {"blk.0.w": ("q4_k", shape), "blk.1.w": ("q6_k", shape), "blk.2.w": ("q8_0", shape)}

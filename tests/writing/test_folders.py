@@ -2049,6 +2049,18 @@ class TestSizesOfParts:
             result.ckpt.save(f"{number}/")
             assert "config.json" in names(str(number))
 
+    @pytest.mark.parametrize("make", [lambda ds: ds, lambda ds: ds * 2, lambda ds: (ds + ds) / 2])
+    def test_stacks_of_experts_and_their_routers_move_together(self, make: Any) -> None:
+        self.write_mixture(is_stacked=False)
+        ds, order = make(xckpt.open("base", stack=True)), [3, 1, 0, 2]
+        both = ds.isel(experts=order, expert=order).assign_coords(experts=range(4))
+        both.ckpt.save("both/")
+        text = "rows of routers that are in another order than the experts"
+        for dim in ("experts", "expert"):
+            one = ds.isel({dim: order}).assign_coords(experts=range(4))
+            with pytest.warns(CheckpointWarning, match=text):
+                one.ckpt.save(f"{dim}/")
+
     @pytest.mark.parametrize("chosen", [[0, 2], [2, 3], [3, 1], [1], [3, 0, 1]])
     @pytest.mark.parametrize("factor", [1, 2])
     def test_routers_of_some_experts_are_those_of_the_experts(
@@ -2219,9 +2231,7 @@ class TestTokenizers:
         self, rows: int, options: dict[str, Any]
     ) -> None:
         self.train_tables(rows)
-        with pytest.warns(
-            CheckpointWarning, match=r"from lora/, whose 34 tokens.*eos_token_id: 33"
-        ):
+        with pytest.warns(CheckpointWarning, match=r"from lora/ with 34 tokens.*eos_token_id: 33"):
             xckpt.open("a").ckpt.merge("lora").ckpt.save("out/", cast="allow", **options)
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             assert text_of("out", name) == text_of("lora", name)
@@ -2235,7 +2245,7 @@ class TestTokenizers:
     def test_trained_tables_in_memory_have_that_of_the_adapter(self, load: Any) -> None:
         self.train_tables(34)
         merged = load(xckpt.open("a").load().ckpt.merge(xckpt.open("lora").load()))
-        with pytest.warns(CheckpointWarning, match=r"from lora/, whose 34 tokens"):
+        with pytest.warns(CheckpointWarning, match=r"from lora/ with 34 tokens"):
             merged.ckpt.save("out/")
         assert text_of("out") == text_of("lora")
 
@@ -2264,7 +2274,9 @@ class TestTokenizers:
         Path("b/tokenizer.json").write_text(json.dumps(document))
         Path("b/config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 4, "pad_token_id": 3}))
         a, b = both()
-        text = r"from b/, whose 31 tokens the 32 rows stand for: 'tokenizer\.json'; config.json has"
+        text = (
+            r"from b/ with 31 tokens, beside a table of 32 rows: 'tokenizer\.json'; config.json has"
+        )
         with pytest.warns(CheckpointWarning, match=text):
             a.assign({name: b[name] for name in (HEAD, TABLE)}).ckpt.save("out/")
         assert text_of("out", "chat_template.jinja") == "b"
@@ -2286,7 +2298,7 @@ class TestTokenizers:
         adapter = json.loads(text_of("lora", "adapter_config.json"))
         adapter["target_modules"] += ["embed_tokens"]
         Path("lora/adapter_config.json").write_text(json.dumps(adapter))
-        with pytest.warns(CheckpointWarning, match="from lora/, whose 32 tokens"):
+        with pytest.warns(CheckpointWarning, match="from lora/ with 32 tokens"):
             xckpt.open("a").ckpt.merge("lora").ckpt.save("out/")
         assert text_of("out") == text_of("lora")
 
@@ -2372,6 +2384,68 @@ class TestEditedConfigs:
         ds.assign_attrs(config=stated).ckpt.save("out/")
         xckpt.convert("a", "new/", tensors="model.*", set_attrs={"config": stated})
         assert config("out") == config("new") == LLAMA | stated
+
+    @pytest.mark.parametrize("is_whole", [False, True])
+    def test_sections_without_their_type_are_edits_of_the_others(self, is_whole: bool) -> None:
+        labels = {"0": "no", "1": "yes"}
+        tower = {"model_type": "siglip_vision", "image_size": 8, "rope": {"base": 5, "factor": 2}}
+        old = LLAMA | {"vision_config": tower, "id2label": labels, "other": {"a": 1, "b": 2}}
+        Path("a/config.json").write_text(json.dumps(old))
+        edit = {"vision_config": {"rope": {"factor": 4}}, "id2label": {"0": "x"}, "other": {"b": 3}}
+        xckpt.open("a").assign_attrs(config=old | edit if is_whole else edit).ckpt.save("out/")
+        new = {"vision_config": tower | {"rope": {"base": 5, "factor": 4}}, "id2label": {"0": "x"}}
+        assert config("out") == old | new | {"other": {"b": 3} if is_whole else {"a": 1, "b": 3}}
+
+    def test_attributes_with_paths_set_single_values(self) -> None:
+        tower = {"model_type": "siglip_vision", "image_size": 8}
+        old = LLAMA | {"vision_config": tower, "id2label": {"0": "no", "1": "yes"}}
+        Path("a/config.json").write_text(json.dumps(old))
+        paths = {"rope_theta": 5e5, "vision_config.act": "relu", "id2label.1": "maybe", "new.x": 1}
+        attrs = {f"config.{path}": value for path, value in paths.items()}
+        attrs |= {"generation_config.top_k": 7}
+        xckpt.convert("a", "new/", set_attrs=attrs)
+        xckpt.open("a").assign_attrs(attrs).ckpt.save("out/")
+        options = [x for key, value in attrs.items() for x in ("--set", f"{key}={value}")]
+        assert main(["convert", "a", "command/", *options]) == 0
+        new = {"rope_theta": 5e5, "vision_config": tower | {"act": "relu"}, "new": {"x": 1}}
+        for folder in ("new", "out", "command"):
+            assert config(folder) == old | new | {"id2label": {"0": "no", "1": "maybe"}}
+            assert json.loads(Path(folder, "generation_config.json").read_text()) == {"top_k": 7}
+            assert "config.rope_theta" not in xckpt.read_index(folder).attrs
+
+    def test_a_path_below_a_value_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match=r"'config\.vocab_size\.x': vocab_size of config.json"):
+            xckpt.convert("a", "out/", set_attrs={"config.vocab_size.x": 1})
+        assert not Path("out").exists()
+
+    def test_attributes_with_paths_that_the_file_has_are_its_own(self) -> None:
+        tensors = {
+            n: xr.DataArray(v, dims=[f"{n}{i}" for i in range(v.ndim)]) for n, v in llama(0).items()
+        }
+        xckpt.save(
+            xr.Dataset(tensors, attrs={"config.rope_theta": 1.0}),
+            "a/model.safetensors",
+            overwrite=True,
+        )
+        xckpt.convert("a", "out/", set_attrs={"config.rope_theta": 2.0})
+        assert config("out") == LLAMA
+        assert xckpt.read_index("out").attrs["config.rope_theta"] == 2.0
+
+    def test_attributes_with_names_of_values_are_named(self) -> None:
+        text = r"stay \('config.num_attention_heads' sets one\): 'num_attention_heads'"
+        with pytest.warns(CheckpointWarning, match=text):
+            xckpt.convert("a", "out/", set_attrs={"num_attention_heads": 4})
+        assert config("out") == LLAMA
+
+    def test_parts_of_another_model_are_described_by_the_one_with_the_same_names(self) -> None:
+        rest = {f"quantizer.{n}.weight": np.ones((8, 8), "f4") for n in range(3)}
+        xckpt.save(llama(1) | rest, "b/model.safetensors", overwrite=True)
+        Path("b/config.json").write_text(json.dumps(LLAMA | {"architectures": ["ForPreTraining"]}))
+        Path("a/config.json").write_text(json.dumps(LLAMA | {"architectures": ["ForCTC"]}))
+        a, b = both()
+        with pytest.warns(CheckpointWarning, match=r"from a/, and others .*'b/ architectures'"):
+            a.assign(b.ckpt.find("model.*").data_vars).ckpt.save("out/")
+        assert config("out")["architectures"] == ["ForCTC"]
 
     @pytest.mark.parametrize("place", range(3))
     def test_edits_of_a_sum_are_those_of_the_config_that_it_has(self, place: int) -> None:

@@ -341,8 +341,8 @@ class _WritableFormat(click.Choice[str]):
     "set_attrs",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Attribute to add or to replace, of the type that it has; VALUE is JSON or text. May be "
-    "repeated.",
+    help="Attribute to add or to replace, of the type that it has, or a value of config.json, such "
+    "as config.use_cache=false; VALUE is JSON or text. May be repeated.",
 )
 @click.option(
     "--unset", multiple=True, metavar="KEY", help="Attribute to leave out. May be repeated."

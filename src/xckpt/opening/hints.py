@@ -6,18 +6,21 @@ import os
 import re
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
 from xckpt.errors import CheckpointError, shown, some
 from xckpt.opening.files import SeveralFilesError, has_checkpoint, unfinished_in
-from xckpt.opening.names import is_companion
+from xckpt.opening.names import form_of, is_companion
 from xckpt.opening.runs import run_in
 from xckpt.storage import Location, is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from xckpt.storage import FolderListing
 
 # Old names of repositories on the Hub without an organisation, and their current names.
 _MOVED = {
@@ -93,11 +96,27 @@ def _in_folder(location: Location, error: IsADirectoryError) -> str | None:
         return f"{steps} opens them as one Dataset with a dimension step"
     if isinstance(error, SeveralFilesError):
         return None  # the error lists them
-    for name in sorted(listing.folders, key=lambda name: (is_companion(name), name)):
-        with suppress(PermissionError):
-            inner = listing.folders[name].listing()
-            if inner is not None and has_checkpoint(inner):
-                return f"{_open_call(inner.name)} opens a folder in it"
+    folders = sorted(listing.folders, key=lambda name: (is_companion(name), name))
+    for name in folders:
+        inner = _checkpoint_in(listing, name)
+        if inner is not None:
+            return f"{_open_call(inner.name)} opens a folder in it"
+    for name in folders:  # the parts of a pipeline in each step of a run
+        form = form_of(name)
+        is_step = sum(form_of(other) == form for other in folders) > 1
+        step = listing.folders[name].listing() if is_step else None
+        for part in sorted(step.folders) if step is not None else ():
+            if step is not None and _checkpoint_in(step, part) is not None:
+                glob = f"{_spelled(location.text)}/{'*'.join(map(escape, form))}/{part}"
+                return f"xckpt.open_steps({shown(glob)}) opens the folders {part} of all steps"
+    return None
+
+
+def _checkpoint_in(listing: FolderListing, name: str) -> FolderListing | None:
+    """Return the contents of a folder in another one if it has a checkpoint."""
+    with suppress(PermissionError):
+        inner = listing.folders[name].listing()
+        return inner if inner is not None and has_checkpoint(inner) else None
     return None
 
 

@@ -25,6 +25,7 @@ _OTHER_VALUES = "what describes the model is from {}/, and others have other val
 _OF_FILES = frozenset(
     {*DTYPE_KEYS, "_name_or_path", "transformers_version", "auto_map", "quantization_config"}
 )
+_NO_EDIT = "attributes with the names of values in config.json, which stay ('config.{}' sets one)"
 _OTHER_SCALES = (
     "factors of adapters are combined as if all had the scale of {}/ (base.ckpt.merge(adapter), "
     "called for each, uses their own)"
@@ -47,6 +48,10 @@ def notes_of(
             yield _OF_ATTRS if is_compared or name != CONFIG else _OF_ATTRS + _NOT_COMPARED, name
     if origin.folder is None:
         return
+    config = parse_json(content_bytes(contents[CONFIG])) if CONFIG in contents else {}
+    for key in [key for key in origin.added if config.get(key, ...) != origin.added[key]]:
+        if key in config:
+            yield _NO_EDIT.format(key), key
     has_tokenizer = not tokenizer.tokenizer.files.keys().isdisjoint(contents)
     yield from (of_tokenizer := tokenizer.notes() if has_tokenizer else [])
     for name in (CONFIG, _TOKENIZER) if not of_tokenizer else (CONFIG,):

@@ -41,13 +41,13 @@ from xckpt.structure.facts import is_gguf, model_facts, sections_of, sizes_state
 from xckpt.structure.info import Described
 from xckpt.structure.model import Structure
 from xckpt.writing.companion_notes import content_bytes, notes_of
+from xckpt.writing.config_edits import TYPE, with_values
 from xckpt.writing.config_types import main_type, other_types, with_types
 from xckpt.writing.origins import (
     ADAPTER_CONFIG,
     CONFIG,
     GENERATION,
     PARSED,
-    TYPE,
     Origin,
     is_readable,
     origin_of,
@@ -332,7 +332,8 @@ def _generation(
         for key, value in (in_file or {}).items()
         if key in before and before[key] == value and after.get(key, value) != value
     }
-    stated = origin.configs.get(GENERATION, {})
+    values = origin.values.get(GENERATION, {})
+    stated = with_values(origin.configs.get(GENERATION, {}), values, GENERATION)
     unedited = {k: v for k, v in document.items() if k not in stated and (in_file or {})[k] == v}
     return _Generation(document | stated, unedited, tokenizer.is_of_another)
 

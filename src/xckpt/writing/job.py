@@ -36,7 +36,7 @@ from xckpt.writing.computed import (
     store_array,
 )
 from xckpt.writing.config_types import with_written_type
-from xckpt.writing.origins import STATED, origin_of
+from xckpt.writing.origins import origin_of
 from xckpt.writing.rehearsal import changed_attributes
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
 
@@ -84,7 +84,7 @@ def plan_job(
     origin = origin_of(gathered) if target.is_folder else None
     if origin is not None:
         target = target.in_folder(origin.stem({payload.name for payload in gathered.payloads}))
-        attrs = {k: value for k, value in gathered.attrs.items() if f"{k}.json" not in STATED}
+        attrs = {k: value for k, value in gathered.attrs.items() if not origin.is_written(k)}
         gathered = gathered._replace(attrs=attrs)
     path, label = target.path, os.path.basename(target.path)  # noqa: PTH119  it may be a URL
     try:

@@ -22,6 +22,7 @@ from xckpt.storage.source import files_of, sources_of
 from xckpt.structure.facts import declarations_in, is_gguf, model_facts
 from xckpt.structure.info import OF_TRAINING, Described, Role
 from xckpt.structure.model import Structure, structure_of
+from xckpt.writing.config_edits import TYPE, completed, nearest, values_by_file, with_values
 from xckpt.writing.payloads import Gathered, source_files
 from xckpt.writing.vocabulary import no_array
 
@@ -43,10 +44,6 @@ PARSED = frozenset({CONFIG, "tokenizer_config.json", "processor_config.json"})
 # Names that libraries look for in the place of "model": peft, mlx-lm, diffusers.
 _ADAPTER = "adapter_model"
 _STEMS = frozenset({_ADAPTER, "adapters", "diffusion_pytorch_model"})
-#: Key of the type of a model.
-TYPE = "model_type"
-# Keys that state the kind of a model or adapter; each config has one of them.
-_KINDS = frozenset({TYPE, "_class_name", "architecture", "peft_type"})
 # First words of attributes that describe an optimizer, too.
 _SCHEDULES = frozenset({"lr_scheduler", "lr_schedulers"})
 _MOST_FOLDERS = 16
@@ -73,10 +70,13 @@ class Origin:
     #: Folders of the other checkpoints, and configs in the attributes by the name of their file.
     others: Sequence[Path] = ()
     configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    #: Values in these files that other attributes set, by the name of the file and their path.
+    values: Mapping[str, Mapping[tuple[str, ...], Any]] = field(default_factory=dict)
     #: The config in the attributes when the object was opened; None for results of arithmetic.
     opened: Any = None
-    #: Attributes of the file.
+    #: Attributes of the file, and attributes that it does not have.
     in_file: Mapping[str, Any] = field(default_factory=dict)
+    added: Mapping[str, Any] = field(default_factory=dict)
     #: Names of tensors that share the data of others, with the names of these.
     shared: Mapping[str, str] = field(default_factory=dict)
 
@@ -93,25 +93,31 @@ class Origin:
 
     def edited(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config in the folder with the values that the user edited in the attributes."""
-        edited = self.configs.get(name)
-        if edited is None:
-            return dict(config)
-        if not _KINDS.isdisjoint(config) and _KINDS.isdisjoint(edited):  # some values
-            return {**config, **edited}
-        before = self.opened if name == CONFIG else None
-        unedited = [before]
-        if before is None:
+        return with_values(self._edited(name, config), self.values.get(name, {}), name)
+
+    def _edited(self, name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        stated = self.configs.get(name)
+        if stated is None:
+            return config
+        unedited = [self.opened] if name == CONFIG else []
+        if not any(unedited):
             # Sums have the config of any model, and lack those that differ.
             paths = [path for folder in self.others if is_readable(path := folder / name)]
             unedited = [config, _config_in(self.in_file, name), *map(read_json, paths)]
-        if edited in unedited:
-            return dict(config)
-        differences = partial(_count_of_differences, edited)
-        before = min(filter(None, unedited), key=differences, default=config)
+        if stated in unedited:
+            return config
+        before = nearest(stated, [old for old in unedited if old] or [config])
+        edited = completed(stated, before)
         if before.get(TYPE) != config.get(TYPE):  # the config of another model was edited
-            return dict(edited)
+            return edited
         new = {key: value for key, value in edited.items() if before.get(key, ...) != value}
         return {key: config[key] for key in config if key in edited or key not in before} | new
+
+    def is_written(self, key: str) -> bool:
+        """Return whether an attribute is a part of a file beside the tensors."""
+        first, *path = key.split(".")
+        name = f"{first}.json"
+        return name in STATED if not path else tuple(path) in self.values.get(name, {})
 
     def written(self, types: Mapping[str, str]) -> _Written:
         """Return the tensors in the form that is written, given the new types by name."""
@@ -165,7 +171,10 @@ class _Written(NamedTuple):
 
 
 def origin_of(gathered: Gathered) -> Origin:
-    """Return the checkpoint that most tensors come from, without a folder if it is remote."""
+    """Return the checkpoint with the same names of tensors, or the one that most come from.
+
+    It has no folder if it is remote.
+    """
     stated = {name: _config_in(gathered.attrs, name) for name in STATED}
     configs = {name: config for name, config in stated.items() if config is not None}
     counts: Counter[str] = Counter()
@@ -192,28 +201,35 @@ def origin_of(gathered: Gathered) -> Origin:
             codes = {t.name: [part.name for part in (t.stored or {}).values()] for t in decoded}
             parts = [part for t in decoded for part in (t.stored or {t.name: t}).values()]
             stored = {part.name: part for part in parts}.values()
-            array = partial(_stored_array, index, source)
-            described = _described(stored), _described(decoded)
             places = {
                 (Path(folder, Path(part.shard or file_names[0]).name), part.offset): t.name
                 for t in (*stored, *decoded)
                 for part in t.parts.values()
             }
-            others = [other for other in folders if other != folder]
-            of_file = gathered.config, index.attrs, index.shared
-            origins.append(
-                Origin(
-                    folder, file_names, *described, codes, array, places, others, configs, *of_file
-                )
+            added = {k: v for k, v in gathered.attrs.items() if k not in index.attrs}
+            present = [n for n in STATED if n in configs or is_readable(folder / n)]
+            origin = Origin(
+                folder=folder,
+                file_names=file_names,
+                stored=_described(stored),
+                decoded=_described(decoded),
+                codes=codes,
+                array=partial(_stored_array, index, source),
+                places=places,
+                others=[other for other in folders if other != folder],
+                configs=configs,
+                values=values_by_file(added, present),
+                opened=gathered.config,
+                in_file=index.attrs,
+                added=added,
+                shared=index.shared,
             )
-            # An adapter may set more tensors than its base keeps, but has other names.
-            if not written.isdisjoint(tensor.name for tensor in (*stored, *decoded)):
-                return origins[-1]
-    return origins[0] if origins else Origin(configs=configs)
-
-
-def _count_of_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> int:
-    return sum(a.get(key, ...) != b.get(key, ...) for key in {*a, *b})
+            origins.append(origin)
+            if written in ({*index.tensors}, {part.name for part in parts}):
+                return origin
+    # An adapter may set more tensors than its base keeps, but has other names.
+    common = (o for o in origins if not written.isdisjoint(t.name for t in (*o.stored, *o.decoded)))
+    return next(common, origins[0] if origins else Origin(configs=configs))
 
 
 def _config_in(attrs: Mapping[str, Any], name: str) -> dict[str, Any] | None:

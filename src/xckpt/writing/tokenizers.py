@@ -140,14 +140,11 @@ class ChosenTokenizer:
         if not self.differing:
             return []
         count, folder = self.tokenizer.count, self.tokenizer.folder.name
+        tokens = f"{count} tokens" if count else "tokens"
+        text = f"the tokenizer is from {folder}/ with {tokens}, beside a table of {self.rows} rows"
         if self.is_of_another:
-            tokens = f"{count} tokens" if count else "tokens"
-            text = f"the tokenizer is from {folder}/, whose {tokens} the {self.rows} rows stand for"
-            return [(text, next(iter(self.tokenizer.files)))]
-        text = (
-            f"the tokenizer is from {folder}/ with {count} tokens, beside a table of {self.rows} "
-            "rows (copy all files of another one if the rows are of its tokens)"
-        )
+            return [(text, next(iter(self.tokenizer.files)))] if self.base else []
+        text += " (copy all files of another one if the rows are of its tokens)"
         numbered = [t for t in self.differing if count and self.rows and t.count]
         return [(text, f"{t.folder.name}/ another tokenizer of {t.count} tokens") for t in numbered]
 

@@ -156,16 +156,33 @@ def moved_routers(
     """Return the routers of a mixture if their rows are in another order than its experts."""
     # `stored` has the names of the tensors that a tensor is read or may be computed from.
     routers = {t.name: t for t in tensors if structure.module_type(t.name) == _ROUTER}
-    experts = [tensor for tensor in tensors if tensor.name not in routers]
-    numbers = {name: dict(structure.indices(name)).get(_EXPERT) for name in structure}
-    renumbered = [
-        name
-        for name in numbers.keys() - routers.keys()
-        if (number := numbers[name]) is not None and stored[name]
-        if number not in (old := [number_in_place(n, name, number) for n in stored[name]])
-        and None not in old
-    ]
-    have_moved = bool(renumbered) or are_rows_moved(experts, structure, _EXPERT)
+    experts = {tensor.name: tensor for tensor in tensors if tensor.name not in routers}
+    numbers = {
+        name: number
+        for name in experts
+        if (number := dict(structure.indices(name)).get(_EXPERT)) is not None
+    }
+    old = {
+        name: {source: number_in_place(source, name, number) for source in stored[name]}
+        for name, number in numbers.items()
+    }
+    are_renumbered = any(
+        numbers[name] not in before.values() and None not in before.values()
+        for name, before in old.items()
+        if before
+    )
+    # A tensor of a computed stack may depend on any member: look at the experts of one module.
+    stacked = [name for name, before in old.items() if numbers[name] in before.values()]
+    stacked = [name for name in stacked if len({*old[name].values()}) > 1]
+    are_renumbered = are_renumbered or not all(
+        is_computed_from(
+            getattr(experts[name], "data", {}).get("data"),
+            [source for source, number in old[name].items() if number == numbers[name]],
+        )
+        for name in stacked[:_MOST_CHECKED]
+        if structure.slot(name) == structure.slot(stacked[0])
+    )
+    have_moved = are_renumbered or are_rows_moved(experts.values(), structure, _EXPERT)
     are_apart = have_moved != are_rows_moved(routers.values(), structure, _EXPERT)
     return [*routers] if are_apart else []
 

@@ -219,7 +219,9 @@ def _file_type(stated: Any, tensors: Collection[WantedTensor]) -> Any:
             return stated
         if tensor.dtype in _FILE_TYPES:
             sizes[_FILE_TYPES[tensor.dtype]] += prod(tensor.shape)
-    is_kept = type(stated) is not int or stated in sizes or not sizes
+    # The first type stands for all tensors, and others for most of them.
+    is_true = stated in sizes and (stated != _FILE_TYPES["float32"] or len(sizes) == 1)
+    is_kept = type(stated) is not int or is_true or not sizes
     return stated if is_kept else sizes.most_common(1)[0][0]
 
 
