@@ -55,6 +55,16 @@ def test_metrics_come_from_the_logs_without_reading_tensors(folder: Path) -> Non
     assert "has their metrics" not in repr(run.sel(step=200).ckpt)
 
 
+def test_a_step_has_the_name_of_its_folder(folder: Path) -> None:
+    run = xckpt.open_steps(folder)
+    first, last = run.sel(step=100), run.sel(step=300)
+    assert repr(first.ckpt).startswith("<Checkpoint checkpoint-100>")
+    result = xckpt.compare(first, last)
+    assert repr(result.ckpt).startswith("<Comparison of checkpoint-100 with checkpoint-300>")
+    assert result.attrs["compared_with"] == str(folder / "checkpoint-300")
+    assert repr(run.ckpt).startswith(f"<Checkpoint {folder.name}>")
+
+
 def test_attributes_of_files_are_metrics(tmp_path: Path) -> None:
     for step in STEPS:
         attrs = {"loss": 1 / step, "run": "a", "metrics": {"accuracy": step / 1000}}

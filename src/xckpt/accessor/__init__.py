@@ -491,17 +491,17 @@ class CheckpointAccessor(Generic[Obj]):
     @property
     def _title(self) -> str:
         """Name of the file, or of the first of several files."""
+        from xckpt.datasets.tensors import OpenTensors
         from xckpt.formatting import base_name, counted
 
-        if "source" in self._encoding:
-            return str(self._encoding["source"])
+        tensors = OpenTensors(self._obj)
+        if tensors.source:
+            return tensors.source
         variables = (v for node in self._nodes() for v in node.variables.values())
         sources = dict.fromkeys(str(v.encoding.get("source") or "") for v in variables)
         names, computed = [base_name(source) for source in sources if source], ""
         if not names:
-            from xckpt.datasets.tensors import OpenTensors
-
-            names = [base_name(source) for source in OpenTensors(self._obj).origins(_MOST_TRIED)]
+            names = [base_name(source) for source in tensors.origins(_MOST_TRIED)]
             computed = "computed from " if names else ""
         first, *remaining = names or [""]
         others_text = f" and {counted(len(remaining), 'other')}" if remaining else ""

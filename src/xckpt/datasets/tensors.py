@@ -174,8 +174,13 @@ class OpenTensors:
 
     @property
     def source(self) -> str:
-        """Name of the file, empty if it is unknown."""
+        """Name of the file, also of a single step of a run; empty if it is unknown."""
         source = self._root.encoding.get("source", "")
+        if source and not isinstance(self._obj, xr.DataTree):
+            dim = run_dim(self.coords)
+            coord = None if dim is None else self.coords[dim]
+            if coord is not None and not coord.dims:
+                source = coord.encoding["steps"].get(coord.values.item(), source)
         return source if isinstance(source, str) else str(source)
 
     @property
