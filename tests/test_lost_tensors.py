@@ -712,6 +712,32 @@ def test_stacks_that_come_back_from_zarr_are_a_warning(change: Any, tmp_path: Pa
     assert warnings_of(stored, tmp_path / "new.safetensors") == []
 
 
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_a_head_that_shares_the_bytes_of_the_table_is_no_loss(
+    is_stacked: bool, tmp_path: Path
+) -> None:
+    table, head, config = (
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        {"tie_word_embeddings": True},
+    )
+    ones = np.ones((8, 4), "f4")
+    layers = {f"model.layers.{n}.mlp.weight": np.ones((4, 4), "f4") for n in range(2)}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    xckpt.save(layers | {table: ones}, tmp_path / "a/model.safetensors")
+    torch = pytest.importorskip("torch")
+    weight = torch.ones(8, 4)
+    state = {name: torch.ones(4, 4) for name in layers} | {table: weight, head: weight}
+    torch.save(state, tmp_path / "b/pytorch_model.bin")
+    a, b = (xckpt.open(tmp_path / name, stack=is_stacked) for name in ("a", "b"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ((a + b) / 2).ckpt.save(tmp_path / "out/")
+    assert head not in xckpt.open(tmp_path / "out")
+
+
 def test_a_tied_head_that_keeps_its_old_values_is_named(tmp_path: Path) -> None:
     table = np.arange(48, dtype="f4").reshape(6, 8)
     name, head = "transformer.wte.weight", "lm_head.weight"

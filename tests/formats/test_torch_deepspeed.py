@@ -113,6 +113,16 @@ def test_other_functions_take_a_folder(stage: int, tmp_path: Path) -> None:
     assert float(xckpt.stats(folder)["b"].sel(statistic="mean")) == 3
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_tensor_of_several_ranks_is_examined(stage: int, tmp_path: Path) -> None:
+    tensors = {f"layers.{n}.weight": np.arange(35).reshape(7, 5) + np.float32(n) for n in range(3)}
+    tensors["layers.1.weight"][3, 2] = np.nan
+    folder = Run([tensors], stage, 2, {}, {}, {}).write(tmp_path / "global_step10")
+    frame = xckpt.findings(folder)
+    assert {*zip(frame["tensor"], frame["rule"], strict=True)} >= {("layers.1.weight", "nan")}
+    assert "layers.0.weight" not in set(frame["tensor"])
+
+
 def test_a_single_file_is_shown_as_it_is(tmp_path: Path) -> None:
     run = a_run()
     run.write(tmp_path)

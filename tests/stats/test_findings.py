@@ -366,6 +366,31 @@ class TestTrainingCheckpoints:
         assert words in frame["explanation"].item()
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        "optim.state.layers.{n}.attn.{m}.weight.{f}",
+        "opt_state.0.{f}.layers.{n}.attn.{m}.kernel",
+        "optimizer/{f}/layers/{n}/{m}/w",
+    ],
+)
+@pytest.mark.parametrize("module", ["v_proj", "v", "to_v", "nu"])
+def test_first_moments_may_be_negative(form: str, module: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((2, 3, 8, 8), "f4")
+    is_torch = "weight" in form
+    fields = ("exp_avg", "exp_avg_sq") if is_torch or "/" in form else ("mu", "nu")
+    tensors = {}
+    for number in range(3):
+        for field, of_field in zip(fields, (values[0], abs(values[1])), strict=True):
+            tensors[form.format(n=number, m=module, f=field)] = of_field[number]
+    frame = findings_of(tmp_path / "m.safetensors", tensors)
+    assert "negative_moment" not in set(frame["rule"]), frame.to_string()
+    tensors[form.format(n=1, m=module, f=fields[1])][2, 3] = -1
+    frame = findings_of(tmp_path / "m.safetensors", tensors)
+    assert rules(frame) == {(form.format(n=1, m=module, f=fields[1]), "negative_moment")}
+
+
 def test_a_norm_is_recognised_without_its_name(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     tensors = resnet()

@@ -152,6 +152,18 @@ class TestProcessingOfImages:
         with pytest.warns(CheckpointWarning, match=text):
             new.assign_attrs(config={"num_channels": 1}).ckpt.save("out/")
 
+    def test_the_part_that_reads_images_has_the_processing(self) -> None:
+        language = {"model_type": "text", "hidden_size": 8}
+        write("text", {f"t.{n}.weight": np.ones((8, 8), "f4") for n in range(3)}, config=language)
+        vision: dict[str, Any] = {"model_type": "vit", "hidden_size": 8}
+        processing = {"size": {"height": 8, "width": 8}}
+        tensors = {"v.weight": np.ones((8, 8), "f4")}
+        write("image", tensors, config=vision, preprocessor_config=processing)
+        text, image = (xckpt.open(name, dims="size") for name in ("text", "image"))
+        whole = {"model_type": "both", "text_config": language, "vision_config": vision}
+        text.assign(image.data_vars).assign_attrs(config=whole).ckpt.save("out/")
+        assert json.loads(Path("out/preprocessor_config.json").read_text()) == processing
+
     def test_files_stay_without_another_size(self) -> None:
         processing = {"size": {"height": 8, "width": 8}}
         write("a", llama(0), config=LLAMA | {"image_size": 8}, preprocessor_config=processing)

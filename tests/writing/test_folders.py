@@ -2334,6 +2334,20 @@ class TestTokenizers:
         xckpt.open("a").assign_attrs(generation_config={"top_k": 5}).ckpt.save("out/")
         assert json.loads(text_of("out", "generation_config.json")) == {"top_k": 5}
 
+    def test_the_only_tokenizer_is_that_of_the_part_with_tokens(self) -> None:
+        Path("b/tokenizer.json").unlink()
+        Path("b/tokenizer_config.json").unlink()
+        xckpt.save(
+            llama(1) | {"tower.weight": np.ones((8, 8), "f4")},
+            "b/model.safetensors",
+            overwrite=True,
+        )
+        a, b = both()
+        with pytest.warns(CheckpointWarning) as caught:
+            b.assign({TABLE: a[TABLE], "new.weight": b["tower.weight"]}).ckpt.save("out/")
+        assert "tokenizer is from" not in str(caught[0].message)
+        assert text_of("out") == text_of("a")
+
     def test_a_tower_without_tokens_has_no_tokenizer(self) -> None:
         tensors = {f"vision_model.{n}": v for n, v in llama(3).items() if n not in {HEAD, TABLE}}
         xckpt.save(llama(3) | tensors, "a/model.safetensors", overwrite=True)

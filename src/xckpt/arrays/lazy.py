@@ -38,19 +38,25 @@ _MOST_PICKLED = 4096
 class Opened:
     """The tensors that were opened together."""
 
-    __slots__ = ("names", "source", "stacks")
+    __slots__ = ("names", "shared", "source", "stacks")
 
     def __init__(
-        self, source: str, names: Collection[str], stacks: Mapping[str, Any] | None = None
+        self,
+        source: str,
+        names: Collection[str],
+        stacks: Mapping[str, Any] | None = None,
+        shared: Mapping[str, str] | None = None,
     ) -> None:
         self.source = source  # path or URL
         self.names = names  # empty after pickling too many, which would outweigh an array
         #: Records of stacks by name of the variable; empty if the tensors are separate.
         self.stacks = stacks or {}
+        #: Names of tensors that share the bytes of others, with the names of these.
+        self.shared = shared or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = self.names if len(self.names) <= _MOST_PICKLED else ()
-        return Opened, (self.source, names, self.stacks)
+        return Opened, (self.source, names, self.stacks, self.shared)
 
     def __deepcopy__(self, memo: Any) -> Opened:
         return self

@@ -156,7 +156,9 @@ class ElementStream:
                 (role, part.source.name, part.source.identity, _FIELDS(part.part), part.verify)
                 for role, part in lazy.readers.items()
             ]
-            decoding = [getattr(lazy, name, None) for name in DECODING]
+            values = [getattr(lazy, name, None) for name in DECODING]
+            # The origins of chunks are by the name of the part.
+            decoding = [(*v.items(),) if isinstance(v, dict) else v for v in values]
             self.identity = (tuple(stored), lazy.shape, *decoding)
 
 

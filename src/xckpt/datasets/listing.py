@@ -106,7 +106,7 @@ def list_arrays(
     members = {name for stack in stacks.values() for name in stack.members}
     arrays: list[Listed] = []
     names = [tensor.name for tensor in tensors] if drop else chosen
-    reading = replace(options.reading, opened=Opened(source.name, names))
+    reading = replace(options.reading, opened=Opened(source.name, names, shared=index.shared))
     for tensor in tensors:
         stack = stacks.get(tensor.name)
         if stack is None and tensor.name in members:

@@ -236,7 +236,7 @@ def losses(tensors: OpenTensors) -> list[Loss]:
         head = _tied_head(tensors, missing)
         missing = {name: None for name in missing if head is None or name != head[0]}
         source, count = base_name(opened.source), len(stored_names)
-        if head is not None:
+        if head is not None and opened.shared.get(stored_names[head[0]]) is None:
             reason = _TIED.format(head=head[0], table=head[1])
             result.append(Loss(source, count, [head[0]], reason))
         if missing:

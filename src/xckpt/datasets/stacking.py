@@ -91,7 +91,7 @@ def unstack_modules(obj: Obj) -> Obj:
     order = obj.encoding.get("flat_order", ())
     variables = unstacked_variables(flat.variables, lambda n: flat.indexes(flat.nodes[n]), order)
     # A sum with a stacked object shows by these arrays that the other one was not.
-    separate = cache(lambda opened: Opened(opened.source, opened.names))
+    separate = cache(lambda opened: Opened(opened.source, opened.names, shared=opened.shared))
     for name, variable in flat.variables.items():
         array: Any = data_of(variable)
         if name in variables and is_dask_array(array):

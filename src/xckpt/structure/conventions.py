@@ -394,14 +394,25 @@ def names_experts(name: str) -> bool:
 
 # Words for layers. Other repeated modules are called by their word without its "s".
 _LAYERS = frozenset({"blk", "h", "block", "blocks", "resblocks", "transformer_blocks"})
-_OF_SQUARES = re.compile(r"(^|[._:/])(max_)?(exp_avg_sq|square_avg|nu|moment_2|m2|v)([._:/]|$)")
+# Fields of moments: names that stand for themselves, and letters, which modules have, too.
+_FIELD_OF_SQUARES = re.compile(r"(\w+_)?(exp_avg_sq|square_avg|moment_2)(_\w+)?")
+_FIELD = re.compile(r"(\w+_)?(exp_avg|exp_inf|grad_avg|acc_delta|momentum_buffer|moment_\d)(_\w+)?")
+_LETTER_OF_SQUARES, _LETTER = re.compile(r"nu|m2|v|v_row|v_col"), re.compile(r"mu|m|m1|trace")
+_FIELD_ENDS = re.compile(r"[.:/]")
 _FACTOR = re.compile(r"(^|[._])lora[._]?(embedding_)?(A|B|a|b|up|down)([._]|$)")
 _SECOND_FACTOR = re.compile(r"lora_[bB]\b")
 
 
 def is_of_squares(name: str) -> bool:
     """Return whether a moment is an average of squares, as in Adam."""
-    return _OF_SQUARES.search(name) is not None
+    words = _FIELD_ENDS.split(name)
+    for of_squares, others in ((_FIELD_OF_SQUARES, _FIELD), (_LETTER_OF_SQUARES, _LETTER)):
+        for word in words:
+            if of_squares.fullmatch(word):
+                return True
+            if others.fullmatch(word):
+                return False
+    return False
 
 
 def names_factor(name: str) -> bool:

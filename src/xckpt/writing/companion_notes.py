@@ -54,7 +54,8 @@ def notes_of(
             yield _NO_EDIT.format(key), key
     has_tokenizer = not tokenizer.tokenizer.files.keys().isdisjoint(contents)
     yield from (of_tokenizer := tokenizer.notes() if has_tokenizer else [])
-    for name in (CONFIG, _TOKENIZER) if not of_tokenizer else (CONFIG,):
+    is_noted = bool(of_tokenizer) or tokenizer.is_of_another
+    for name in (CONFIG, _TOKENIZER) if not is_noted else (CONFIG,):
         if name in contents and name in files:
             yield from _other_values(origin.folder / name, origin.others, contents[name])
     if ADAPTER_CONFIG in files:

@@ -258,6 +258,11 @@ def _beside(origin: Origin, tokenizer: ChosenTokenizer) -> _Beside:
     names = [CONFIG, ADAPTER_CONFIG, *_OF_MODEL] if origin.folder else []
     place = origin.folder or Path()
     files = {name: path for name in names if is_readable(path := place / name)}
+    # Only one part of a composed model reads images.
+    for name in _OF_IMAGES if files else ():
+        paths = [path for other in origin.others if is_readable(path := other / name)]
+        if len(paths) == 1:
+            files.setdefault(name, paths[0])
     modules = sentence_modules(place) if origin.folder else SentenceModules({}, [])
     files |= tokenizer.tokenizer.files | modules.files
     read = {name: read_json(files[name]) for name in files if name in _READ}
