@@ -115,6 +115,28 @@ def test_modules_that_the_config_leaves_out_are_named(
     assert sum(name.endswith("_proj.lora_A") for name in names) == 6 - left_out
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_factors_of_resized_embeddings_change_the_new_rows(tied: bool, tmp_path: Path) -> None:
+    base = llama(tied=tied)
+    base.save_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(99)
+    config = peft.LoraConfig(**LORA, target_modules=["q_proj", "embed_tokens"])
+    model = peft.get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "lora")
+    ds = xckpt.open(tmp_path / "base")
+    if not tied:
+        with pytest.raises(ValueError, match=r"99 rows .* no such 'lm_head.weight'"):
+            ds.ckpt.merge(tmp_path / "lora")
+        ds = ds.drop_vars("lm_head.weight")
+    merged = ds.ckpt.merge(tmp_path / "lora")
+    expected = model.merge_and_unload().state_dict()
+    for name, variable in merged.items():
+        np.testing.assert_array_equal(variable, expected[name].numpy(), err_msg=str(name))
+
+
 def test_conv1d_of_gpt2_is_verified(tmp_path: Path) -> None:
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96)
     lora = peft.LoraConfig(**LORA, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)

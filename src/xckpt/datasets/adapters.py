@@ -122,6 +122,7 @@ class Adapter:
     part: slice | None = None  # rows of the change that the tensor of the model has
     is_parameter: bool = False  # whether the config names a parameter instead of a module
     is_omitted: bool = False  # by PEFT, as target_modules of the config do not name its module
+    table: str = ""  # tensor of the adapter that its factors change, such as resized embeddings
 
     @property
     def is_product(self) -> bool:
@@ -195,6 +196,8 @@ def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> lis
             adapters.append(Adapter(base, "bias", tensor, shapes[bias], scale=scale, note=note))
         elif adapter.kind == "ia3" and adapter.shape[1:] == (1,):
             adapters.append(replace(adapter, base=base, is_optional=True))
+    tables = {_base_of(name): name for name in remaining_names if f"{_NESTED}." in name}
+    adapters = [replace(a, table=tables[a.base]) if a.base in tables else a for a in adapters]
     for name in remaining_names:
         base = _base_of(name)
         # PEFT saves trained embeddings next to their factors, and resized ones up to three times.

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter, defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import dask
@@ -107,6 +107,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         warn(_TIED.format(head=tied.name, table=tied.table))
     if head is not None:
         variables[head.name] = _as_new(variables[head.table])
+    matches = {name: _with_table(variables[name], of_one) for name, of_one in matches.items()}
     if is_model and _are_as_large(matches, variables, changes):
         raise _no_change(changes)
     parameters = [a.base for a in adapters if a.is_parameter and a.base in missing]
@@ -133,6 +134,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
         else variables[name]
         for name, of_tensor in matches.items()
     }
+    _require_resized(variables, merged)
     untied = {
         name: _untied(variable)
         for name, variable in variables.items()
@@ -144,6 +146,30 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     sources = dict.fromkeys([*model.merged, changes.source, *changes.origins(_MOST_TRIED)])
     result.encoding = {**result.encoding, "merged": tuple(filter(None, sources))}
     return result
+
+
+def _require_resized(
+    variables: Mapping[Any, xr.Variable], merged: Mapping[str, xr.Variable]
+) -> None:
+    """Raise if a tensor keeps the old size of a dimension that others have resized."""
+    resized = [n for n, v in merged.items() if n in variables and v.shape != variables[n].shape]
+    for name in resized:
+        for dim, size in merged[name].sizes.items():
+            others = {n: merged.get(str(n), v).sizes.get(dim, size) for n, v in variables.items()}
+            if names := [str(n) for n, other in others.items() if other != size]:
+                raise ValueError(
+                    f"{shown(name)} gets {size:,} rows from the adapter, which has no such "
+                    f"{some(names)} (add rows to these before)"
+                )
+
+
+def _with_table(variable: xr.Variable, adapters: list[Adapter]) -> list[Adapter]:
+    """Return adapters after the resized table that the first one changes, if it has one."""
+    first = adapters[0] if adapters else None
+    if first is None or not (first.table and first.is_product and first.shape != variable.shape):
+        return adapters
+    table = replace(first, kind="saved", tensors={"value": first.table}, is_transposed=False)
+    return [table, *adapters]
 
 
 def _followers(
@@ -158,7 +184,7 @@ def _followers(
     followers: dict[str, xr.Variable] = {}
     for name, changes in matches.items():
         owner = shared.get(name, name)
-        if changes and all(change.kind != "saved" for change in changes):
+        if changes and changes[-1].kind != "saved":
             twins = [owner, *(tied for tied, other in shared.items() if other == owner)]
             followers |= {twin: merged[name] for twin in twins if twin != name}
     return followers
@@ -553,6 +579,7 @@ def _merged(
                 f"{shown(name)} has the shape {list(shape)}, and its change the shape "
                 f"{list(change.shape)}"
             )
+        shape = change.shape if is_resized else shape
         steps.append(change)
     before, array = unrounded(variable), _sum(variable.data, steps)
     encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
