@@ -155,8 +155,8 @@ def _require_resized(
     resized = [n for n, v in merged.items() if n in variables and v.shape != variables[n].shape]
     for name in resized:
         for dim, size in merged[name].sizes.items():
-            others = {n: merged.get(str(n), v).sizes.get(dim, size) for n, v in variables.items()}
-            if names := [str(n) for n, other in others.items() if other != size]:
+            sizes = {n: merged.get(str(n), v).sizes.get(dim, size) for n, v in variables.items()}
+            if names := [str(n) for n in sizes if sizes[n] != size]:
                 raise ValueError(
                     f"{shown(name)} gets {size:,} rows from the adapter, which has no such "
                     f"{some(names)} (add rows to these before)"

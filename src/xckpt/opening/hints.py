@@ -103,7 +103,7 @@ def _in_folder(location: Location, error: IsADirectoryError) -> str | None:
             return f"{_open_call(inner.name)} opens a folder in it"
     for name in folders:  # the parts of a pipeline in each step of a run
         form = form_of(name)
-        is_step = sum(form_of(other) == form for other in folders) > 1
+        is_step = [form_of(folder) for folder in folders].count(form) > 1
         step = listing.folders[name].listing() if is_step else None
         for part in sorted(step.folders) if step is not None else ():
             if step is not None and _checkpoint_in(step, part) is not None:

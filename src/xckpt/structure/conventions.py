@@ -406,11 +406,11 @@ _SECOND_FACTOR = re.compile(r"lora_[bB]\b")
 def is_of_squares(name: str) -> bool:
     """Return whether a moment is an average of squares, as in Adam."""
     words = _FIELD_ENDS.split(name)
-    for of_squares, others in ((_FIELD_OF_SQUARES, _FIELD), (_LETTER_OF_SQUARES, _LETTER)):
+    for of_squares, of_values in ((_FIELD_OF_SQUARES, _FIELD), (_LETTER_OF_SQUARES, _LETTER)):
         for word in words:
             if of_squares.fullmatch(word):
                 return True
-            if others.fullmatch(word):
+            if of_values.fullmatch(word):
                 return False
     return False
 

@@ -260,7 +260,7 @@ def _beside(origin: Origin, tokenizer: ChosenTokenizer) -> _Beside:
     files = {name: path for name in names if is_readable(path := place / name)}
     # Only one part of a composed model reads images.
     for name in _OF_IMAGES if files else ():
-        paths = [path for other in origin.others if is_readable(path := other / name)]
+        paths = [path for folder in origin.others if is_readable(path := folder / name)]
         if len(paths) == 1:
             files.setdefault(name, paths[0])
     modules = sentence_modules(place) if origin.folder else SentenceModules({}, [])
