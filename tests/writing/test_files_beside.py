@@ -174,6 +174,16 @@ class TestProcessingOfImages:
         )
 
 
+def test_folders_of_the_same_name_are_told_apart() -> None:
+    for name, value in (("base", 4), ("inpaint", 9)):
+        stated = {"_class_name": "UNet", "sample_size": value}
+        write(f"{name}/unet", {"w": np.full((8, 8), value, "f4")}, config=stated)
+    a, b = xckpt.open("base/unet"), xckpt.open("inpaint/unet")
+    text = r"is from base/unet/, and others .*: 'inpaint/unet/ sample_size 9 \(4\)'"
+    with pytest.warns(CheckpointWarning, match=text):
+        ((a + b) / 2).ckpt.save("out/")
+
+
 class TestHeadsOfAnotherClass:
     """The head of a class that the user states may have names like those of the old one."""
 

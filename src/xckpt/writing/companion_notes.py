@@ -67,8 +67,15 @@ def _other_values(
     path: Path, others: Iterable[Path], written: bytes | Path
 ) -> Iterator[tuple[str, str]]:
     """Yield notes of files of other checkpoints that contradict one that is written."""
-    change = _OTHER_VALUES.format(path.parent.name)
-    for other in [place / path.name for place in others if is_readable(place / path.name)]:
+    paths = [place / path.name for place in others if is_readable(place / path.name)]
+    # Components of pipelines have equal names.
+    is_clear = path.parent.name not in {other.parent.name for other in paths}
+
+    def folder(file: Path) -> str:
+        return file.parent.name if is_clear else "/".join(file.parent.parts[-2:])
+
+    change = _OTHER_VALUES.format(folder(path))
+    for other in paths:
         if path.name == CONFIG:
             config, of_other = (read_json(file) or {} for file in (path, other))
             new = parse_json(content_bytes(written))
@@ -77,9 +84,9 @@ def _other_values(
                 if new.get(key, ...) == config[key] != of_other[key]:
                     values = f" {of_other[key]} ({config[key]})"
                     is_plain = not isinstance(config[key], list | dict)
-                    yield change, f"{other.parent.name}/ {key}{values if is_plain else ''}"
+                    yield change, f"{folder(other)}/ {key}{values if is_plain else ''}"
         elif not filecmp.cmp(path, other, shallow=False):
-            yield change, f"{other.parent.name}/ another {path.name}"
+            yield change, f"{folder(other)}/ another {path.name}"
 
 
 def _other_scales(folder: Path, others: Iterable[Path]) -> Iterator[str]:
