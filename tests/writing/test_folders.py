@@ -1748,12 +1748,18 @@ class TestSizesOfParts:
                 ds.assign_attrs(config=stated | labels | edit).ckpt.save(f"{n}/")
             assert names_without_config(str(n))
         renamed = {"id2label": dict(zip("012", "xyz", strict=True))}
-        with pytest.warns(CheckpointWarning, match="an edit contradicts: 'label2id'"):
-            ds.assign_attrs(config=stated | labels | renamed).ckpt.save("renamed/")
-        assert config("renamed") == stated | labels | renamed
+        ds.assign_attrs(config=stated | labels | renamed).ckpt.save("renamed/")
         both = renamed | {"label2id": {"x": 0, "y": 1, "z": 2}}
+        assert config("renamed") == stated | both
         ds.assign_attrs(config=stated | both).ckpt.save("both/")
         assert config("both") == stated | both
+        ds.assign_attrs(config=stated | labels | {"label2id": both["label2id"]}).ckpt.save("named/")
+        assert config("named") == stated | both
+        contradiction = {"id2label": both["id2label"], "label2id": {"x": 1, "y": 0, "z": 2}}
+        twice = {"id2label": {"0": "x", "1": "x", "2": "y"}}
+        for n, edit in enumerate((contradiction, twice)):
+            with pytest.warns(CheckpointWarning, match="an edit contradicts"):
+                ds.assign_attrs(config=stated | labels | edit).ckpt.save(f"contradicted-{n}/")
 
     def test_classes_in_sections_of_timm_are_those_of_the_classifier(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {

@@ -194,12 +194,25 @@ def _check_edited_labels(
             fit.correct(size, *new)
     labels, numbers = (fit.config.get(key) for key in LABELS)
     if isinstance(labels, dict) and isinstance(numbers, dict):
-        pairs = {(str(number), str(label)) for number, label in labels.items()}
-        if not fit.edited.isdisjoint(LABELS) and pairs != {
-            (str(number), label) for label, number in numbers.items()
-        }:
-            is_edited = "label2id" in fit.edited
-            fit.contradicted_key = "id2label" if is_edited else "label2id"
+        _relate_labels(fit, labels, numbers)
+
+
+def _relate_labels(fit: ConfigFit, labels: dict[Any, Any], numbers: dict[Any, Any]) -> None:
+    """Let labels, or their numbers, follow an edit of the other ones; note a contradiction."""
+    pairs = {(str(number), str(label)) for number, label in labels.items()}
+    if fit.edited.isdisjoint(LABELS) or pairs == {
+        (str(number), label) for label, number in numbers.items()
+    }:
+        return
+    is_distinct = all(number.isdecimal() for number, _ in pairs) and len(
+        {label for _, label in pairs}
+    ) == len(labels)
+    if "label2id" not in fit.edited and is_distinct:
+        fit.config["label2id"] = {str(label): int(number) for number, label in labels.items()}
+    elif "id2label" not in fit.edited and len({*map(str, numbers.values())}) == len(numbers):
+        fit.config["id2label"] = {str(number): label for label, number in numbers.items()}
+    else:
+        fit.contradicted_key = "id2label" if "label2id" in fit.edited else "label2id"
 
 
 def _fit_head(
