@@ -1755,8 +1755,11 @@ class TestSizesOfParts:
         assert config("both") == stated | both
         ds.assign_attrs(config=stated | labels | {"label2id": both["label2id"]}).ckpt.save("named/")
         assert config("named") == stated | both
-        contradiction = {"id2label": both["id2label"], "label2id": {"x": 1, "y": 0, "z": 2}}
-        twice = {"id2label": {"0": "x", "1": "x", "2": "y"}}
+        contradiction: dict[str, Any] = {
+            "id2label": both["id2label"],
+            "label2id": {"x": 1, "y": 0, "z": 2},
+        }
+        twice: dict[str, Any] = {"id2label": {"0": "x", "1": "x", "2": "y"}}
         for n, edit in enumerate((contradiction, twice)):
             with pytest.warns(CheckpointWarning, match="an edit contradicts"):
                 ds.assign_attrs(config=stated | labels | edit).ckpt.save(f"contradicted-{n}/")
