@@ -110,16 +110,7 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     matches = {name: _with_table(variables[name], of_one) for name, of_one in matches.items()}
     if is_model and _are_as_large(matches, variables, changes):
         raise _no_change(changes)
-    parameters = [a.base for a in adapters if a.is_parameter and a.base in missing]
-    if parameters:
-        raise UnsupportedError(
-            f"the model has no known counterpart of {some(parameters, 'parameters')}",
-            path=changes.source or None,
-            rule="Adapter",
-            hint="Merge the adapter with PEFT, into the model that it was trained on",
-        )
-    if not matches:
-        raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
+    _require_counterparts(adapters, matches, missing, changes)
     new = _new_tensors(adapters, missing, changes)
     missing = [name for name in missing if name not in new]
     if missing:
@@ -142,10 +133,29 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     }
     tied_names = {} if model.structure.facts.is_untied else shared | stored_twice(model, matches)
     result = replace_tensors(obj, untied | _followers(tied_names, matches, merged) | merged | new)
-    # The graph of a result in memory no longer has these files.
     sources = dict.fromkeys([*model.merged, changes.source, *changes.origins(_MOST_TRIED)])
+    # The graph of a result in memory no longer has these files.
     result.encoding = {**result.encoding, "merged": tuple(filter(None, sources))}
     return result
+
+
+def _require_counterparts(
+    adapters: Sequence[Adapter],
+    matches: Mapping[str, Sequence[Adapter]],
+    missing: Sequence[str],
+    changes: OpenTensors,
+) -> None:
+    """Raise if the model lacks all changed tensors, or a parameter that the config names."""
+    parameters = [a.base for a in adapters if a.is_parameter and a.base in missing]
+    if parameters:
+        raise UnsupportedError(
+            f"the model has no known counterpart of {some(parameters, 'parameters')}",
+            path=changes.source or None,
+            rule="Adapter",
+            hint="Merge the adapter with PEFT, into the model that it was trained on",
+        )
+    if not matches:
+        raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
 
 
 def _require_resized(

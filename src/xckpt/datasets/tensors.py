@@ -176,11 +176,12 @@ class OpenTensors:
     def source(self) -> str:
         """Name of the file, also of a single step of a run; empty if it is unknown."""
         source = self._root.encoding.get("source", "")
-        if source and not isinstance(self._obj, xr.DataTree):
-            dim = run_dim(self.coords)
-            coord = None if dim is None else self.coords[dim]
-            if coord is not None and not coord.dims:
-                source = coord.encoding["steps"].get(coord.values.item(), source)
+        if marks_of_run(self._root.encoding) and not isinstance(self._obj, xr.DataTree):
+            variables = self._obj.variables
+            dim = run_dim({name: variables[name] for name in self._obj.coords})
+            if dim is not None and not variables[dim].dims:
+                step = variables[dim].values.item()
+                source = variables[dim].encoding["steps"].get(step, source)
         return source if isinstance(source, str) else str(source)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from glob import escape
@@ -101,14 +102,19 @@ def _in_folder(location: Location, error: IsADirectoryError) -> str | None:
         inner = _checkpoint_in(listing, name)
         if inner is not None:
             return f"{_open_call(inner.name)} opens a folder in it"
-    for name in folders:  # the parts of a pipeline in each step of a run
-        form = form_of(name)
-        is_step = [form_of(folder) for folder in folders].count(form) > 1
-        step = listing.folders[name].listing() if is_step else None
-        for part in sorted(step.folders) if step is not None else ():
-            if step is not None and _checkpoint_in(step, part) is not None:
-                glob = f"{_spelled(location.text)}/{'*'.join(map(escape, form))}/{part}"
-                return f"xckpt.open_steps({shown(glob)}) opens the folders {part} of all steps"
+    return _in_steps(location, listing)
+
+
+def _in_steps(location: Location, listing: FolderListing) -> str | None:
+    """Return a hint at the parts of a pipeline in each step of a run."""
+    counts = Counter(map(form_of, listing.folders))
+    first = {form_of(name): name for name in sorted(listing.folders, reverse=True)}
+    for form in [form for form in sorted(first) if counts[form] > 1]:
+        step = listing.folders[first[form]].listing()
+        parts = sorted(step.folders) if step else []
+        if part := next((name for name in parts if step and _checkpoint_in(step, name)), ""):
+            glob = f"{_spelled(location.text)}/{'*'.join(map(escape, form))}/{part}"
+            return f"xckpt.open_steps({shown(glob)}) opens the folders {part} of all steps"
     return None
 
 

@@ -212,7 +212,7 @@ def companions_of(
     written = new.get(CONFIG) if CONFIG in contents else None
     notes = (
         notes_of(origin, contents, beside.files, tokenizer, is_compared=bool(before)),
-        _other_parts(beside, contents, new, (in_file, fitted)),
+        _other_parts(beside, contents, new, in_file, fitted),
         other_types(written or {}, config, [t for t in before if t.name not in dense], after),
     )
     for change, name in chain.from_iterable(notes):
@@ -278,14 +278,18 @@ def _other_parts(
     beside: _Beside,
     contents: Collection[str],
     documents: Mapping[str, dict[str, Any]],
-    configs: tuple[Mapping[str, Any], Mapping[str, Any]],
+    old: Mapping[str, Any],
+    fitted: Mapping[str, Any],
 ) -> Iterator[tuple[str, str]]:
-    """Yield notes of images of another size or other channels, and of modules left out."""
+    """Yield notes of images of another size or other channels, and of modules left out.
+
+    `old` and `fitted` are configs of the model.
+    """
     for name in [name for name in _OF_IMAGES if name in contents]:
         before, after = beside.unedited(name), documents.get(name, {})
         for key in [key for key in after if after[key] != before[key]]:
             yield _NEW_IMAGES.format(name), key
-        for key in values_of_channels(after, *configs):
+        for key in values_of_channels(after, old, fitted):
             yield _OLD_CHANNELS, f"{name}: {key}"
     for name, folder in beside.modules.items():
         yield _OF_MODULES, f"{folder.name}/{name}"

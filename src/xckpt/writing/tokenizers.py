@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.arrays.derived import lazies_of_payload
 from xckpt.structure.facts import sections_of
 from xckpt.writing.origins import ADAPTER_CONFIG, is_readable, read_json
+from xckpt.writing.vocabulary import array_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -188,8 +189,7 @@ def _rows_of(structure: Structure) -> int:
 
 def _folders_of(tensor: WantedTensor) -> set[Path]:
     """Return the folders of the files that a tensor is read or computed from."""
-    array: Any = getattr(tensor, "data", {}).get("data")
-    lazies = lazies_of_payload(array)
+    lazies = lazies_of_payload(array_of(tensor))
     return {Path(reader.source.name).parent for lazy in lazies for reader in lazy.part_readers}
 
 

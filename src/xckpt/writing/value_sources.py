@@ -14,7 +14,7 @@ from xckpt.structure.config_layers import Sources, lists_by_layer
 from xckpt.structure.facts import sizes_stated_in
 from xckpt.structure.model import Structure
 from xckpt.writing.origins import CONFIG, Origin, is_readable, read_json
-from xckpt.writing.vocabulary import LayersInMemory, is_computed_from
+from xckpt.writing.vocabulary import LayersInMemory, array_of, is_computed_from
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -28,7 +28,7 @@ _SMALL_NBYTES = 1 << 20
 def value_sources(origin: Origin, tensors: Iterable[WantedTensor]) -> Sources:
     """Return where the values of new tensors come from."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    arrays: dict[str, Any] = {n: getattr(t, "data", {}).get("data") for n, t in by_name.items()}
+    arrays: dict[str, Any] = {n: array_of(t) for n, t in by_name.items()}
 
     @cache
     def layers() -> LayersInMemory:
@@ -71,7 +71,7 @@ def _folders_of_equal_layers(origin: Origin) -> set[Path]:
 
 def stored_names(origin: Origin, tensor: WantedTensor) -> list[str]:
     """Return the names of the tensors that a tensor is read or may be computed from."""
-    array = getattr(tensor, "data", {}).get("data")
+    array = array_of(tensor)
     if isinstance(array, LazyArray):
         readers = [(Path(r.source.name), r.part.offset) for r in array.part_readers]
         return [origin.places[place] for place in readers if place in origin.places]
@@ -80,7 +80,7 @@ def stored_names(origin: Origin, tensor: WantedTensor) -> list[str]:
 
 def _source(tensor: WantedTensor) -> Any:
     """Return the folder of the values of a tensor, or the operations that compute them."""
-    array = getattr(tensor, "data", {}).get("data")
+    array = array_of(tensor)
     if isinstance(array, OnePartArray):
         return Path(array.source.name).parent
     layers = getattr(getattr(array, "dask", None), "layers", {}).items()

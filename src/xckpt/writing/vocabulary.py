@@ -48,6 +48,11 @@ def no_array(_: str) -> LazyArray | None:
     return None
 
 
+def array_of(tensor: WantedTensor | None) -> Any:
+    """Return the array whose values are written for a tensor; None if its parts are written."""
+    return getattr(tensor, "data", {}).get("data")
+
+
 def are_rows_moved(
     tensors: Iterable[WantedTensor],
     structure: Structure,
@@ -121,7 +126,7 @@ def _tables(
 ) -> Iterator[tuple[WantedTensor, Any, int | None]]:
     """Yield the tables of tokens, or the tensors with such rows, and the axis of these."""
     for tensor in tensors:
-        array: Any = getattr(tensor, "data", {}).get("data")
+        array: Any = array_of(tensor)
         info = structure[tensor.name]
         axes: list[str | None] = list(info.axes)
         if rows == _EXPERT and rows not in axes and structure.module_type(tensor.name) == _ROUTER:
@@ -176,7 +181,7 @@ def moved_routers(
     stacked = [name for name in stacked if len({*old[name].values()}) > 1]
     are_renumbered = are_renumbered or not all(
         is_computed_from(
-            getattr(experts[name], "data", {}).get("data"),
+            array_of(experts[name]),
             [source for source, number in old[name].items() if number == numbers[name]],
         )
         for name in stacked[:_MOST_CHECKED]
@@ -276,7 +281,7 @@ def _places_of(chosen: Array, rows: Array) -> Iterator[tuple[int, Array]]:
 def is_head_apart(tensors: Mapping[str, WantedTensor], structure: Structure) -> bool:
     """Return whether a head and a table of tokens have different values, unless they are large."""
     names = [structure.weight_of(slot) for slot in ("output", "token_embedding")]
-    arrays: list[Any] = [getattr(tensors.get(name or ""), "data", {}).get("data") for name in names]
+    arrays: list[Any] = [array_of(tensors.get(name or "")) for name in names]
     if any(array is None or array.shape != arrays[0].shape for array in arrays):
         return False
     if any(not isinstance(a, np.ndarray) and a.nbytes > _MOST_JOINED for a in arrays):
